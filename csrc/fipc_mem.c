@@ -1,0 +1,456 @@
+#include "fipc_mem.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "fipc_layout.h"
+#include "fipc_peer.h"
+#include "fipc_test.h"
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+#ifdef __APPLE__ /* the kernel has had them since 10.15, the public header has not */
+#ifndef F_OFD_SETLK
+#define F_OFD_SETLK 90
+#define F_OFD_GETLK 92
+#endif
+#endif
+
+#define NAME_PREFIX "fastipc-"
+/* A segment without its name yet is still being made, by a process that holds its lock or is one
+ * system call away from it; a minute is longer than any start-up. */
+#define UNFINISHED_S 60
+
+static int system_error(struct fipc_error *err, const char *what) {
+    err->sys_errno = errno;
+    snprintf(err->text, sizeof err->text, "%s: %s", what, strerror(errno));
+    return FIPC_SYSTEM;
+}
+
+/* ---- locks --------------------------------------------------------------------------------- */
+
+static struct flock lock_of(uint32_t index, short type) {
+    struct flock l;
+    memset(&l, 0, sizeof l); /* l_pid must be 0 for these locks */
+    l.l_type = type;
+    l.l_whence = SEEK_SET;
+    l.l_start = (off_t)(FIPC_LOCK_BASE + (int64_t)index);
+    l.l_len = 1;
+    return l;
+}
+
+int fipc_lock_byte_take(int fd, uint32_t index) {
+    struct flock l = lock_of(index, F_WRLCK);
+    if (fcntl(fd, F_OFD_SETLK, &l) == 0) {
+        return FIPC_OK;
+    }
+    return errno == EAGAIN || errno == EACCES ? FIPC_RANK_TAKEN : FIPC_SYSTEM;
+}
+
+bool fipc_lock_byte_held(int fd, uint32_t index) {
+    /* GETLK, since taking the byte for a test would make a concurrent attach fail */
+    struct flock l = lock_of(index, F_WRLCK);
+    return fcntl(fd, F_OFD_GETLK, &l) == 0 ? l.l_type != F_UNLCK : true;
+}
+
+/* ---- fork ---------------------------------------------------------------------------------- */
+
+static pthread_mutex_t registry_mutex = PTHREAD_MUTEX_INITIALIZER;
+static pthread_once_t registry_once = PTHREAD_ONCE_INIT;
+static struct fipc_segment **registry; /* a plain array: the child must not allocate or free */
+static size_t registry_n, registry_room;
+static uint32_t fork_generation;
+
+static void before_fork(void) { pthread_mutex_lock(&registry_mutex); }
+static void after_fork_parent(void) { pthread_mutex_unlock(&registry_mutex); }
+
+/* Close, never unlock: an unlock in the child would release the parent's lock. The mapping stays
+ * for whoever holds a view of it, but lock_fd was never mapped, so closing is all it takes. */
+static void after_fork_child(void) {
+    fork_generation++;
+    for (size_t i = 0; i < registry_n; i++) {
+        fipc_mem_close(registry[i]);
+        registry[i]->linked = false;
+    }
+    registry_n = 0;
+    pthread_mutex_unlock(&registry_mutex);
+}
+
+static void registry_init(void) {
+    pthread_atfork(before_fork, after_fork_parent, after_fork_child);
+}
+
+uint32_t fipc_fork_generation(void) { return fork_generation; }
+
+void fipc_mem_register(struct fipc_segment *s) {
+    pthread_once(&registry_once, registry_init);
+    pthread_mutex_lock(&registry_mutex);
+    if (registry_n == registry_room) {
+        size_t room = registry_room ? 2 * registry_room : 16;
+        struct fipc_segment **bigger = realloc(registry, room * sizeof(struct fipc_segment *));
+        if (bigger != NULL) {
+            registry = bigger;
+            registry_room = room;
+        }
+    }
+    if (registry_n < registry_room) {
+        registry[registry_n++] = s;
+    }
+    pthread_mutex_unlock(&registry_mutex);
+}
+
+void fipc_mem_unregister(struct fipc_segment *s) {
+    pthread_mutex_lock(&registry_mutex);
+    for (size_t i = 0; i < registry_n; i++) {
+        if (registry[i] == s) {
+            registry[i] = registry[--registry_n];
+            break;
+        }
+    }
+    pthread_mutex_unlock(&registry_mutex);
+}
+
+/* ---- making -------------------------------------------------------------------------------- */
+
+/* A second description of the same file. Through the path while there is one, since that works
+ * without /proc; never by dup, which would share the first one's locks. */
+static int reopen(int fd, const char *path) {
+    char proc[64];
+    if (path == NULL) {
+        snprintf(proc, sizeof proc, "/proc/self/fd/%d", fd);
+        path = proc;
+    }
+    return open(path, O_RDWR | O_CLOEXEC);
+}
+
+static void hex_name(char *out, size_t room, const char *dir, const char *prefix,
+                     const uint8_t id[FIPC_ID_BYTES]) {
+    int n = snprintf(out, room, "%s/%s" NAME_PREFIX, dir, prefix);
+    for (int i = 0; i < FIPC_ID_BYTES && n > 0 && (size_t)n + 2 < room; i++) {
+        n += snprintf(out + n, room - (size_t)n, "%02x", id[i]);
+    }
+}
+
+static int create_memfd(struct fipc_segment *s, struct fipc_error *err) {
+#ifdef __linux__
+    s->fd = memfd_create("fastipc", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (s->fd < 0) {
+        return system_error(err, "memfd_create");
+    }
+    if (ftruncate(s->fd, (off_t)s->bytes) != 0) {
+        return system_error(err, "ftruncate of the segment");
+    }
+    /* Without this a peer could truncate the segment under us, and the next touch would be SIGBUS. */
+    if (fcntl(s->fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+        return system_error(err, "sealing the segment");
+    }
+    s->lock_fd = reopen(s->fd, NULL);
+    if (s->lock_fd < 0) {
+        int rc =
+            system_error(err, "opening /proc/self/fd (is /proc mounted? shm_dir= works without)");
+        return rc;
+    }
+    return FIPC_OK;
+#else
+    (void)s;
+    snprintf(err->text, sizeof err->text, "memfd is not available on this system: give shm_dir=");
+    return FIPC_SYSTEM;
+#endif
+}
+
+static int create_named(struct fipc_segment *s, const char *dir, const uint8_t id[FIPC_ID_BYTES],
+                        struct fipc_error *err) {
+    if (strlen(dir) + sizeof "/." NAME_PREFIX + (size_t)2 * FIPC_ID_BYTES > sizeof s->path) {
+        errno = ENAMETOOLONG;
+        return system_error(err, "shm_dir");
+    }
+    /* A hidden name first, so that nobody can find it unfinished. (O_TMPFILE would need /proc to
+     * get a name at all.) The sweeper leaves young hidden files alone. */
+    hex_name(s->path, sizeof s->path, dir, ".", id);
+    s->fd = open(s->path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    if (s->fd < 0) {
+        int rc = system_error(err, s->path);
+        s->path[0] = 0;
+        return rc;
+    }
+    s->linked = true;
+    if (ftruncate(s->fd, (off_t)s->bytes) != 0) {
+        return system_error(err, "ftruncate of the segment");
+    }
+    s->lock_fd = reopen(s->fd, s->path);
+    return s->lock_fd < 0 ? system_error(err, s->path) : FIPC_OK;
+}
+
+int fipc_mem_create(struct fipc_segment *s, uint64_t bytes, const char *shm_dir,
+                    const uint8_t id[FIPC_ID_BYTES], uint32_t lock_index, struct fipc_error *err) {
+    memset(s, 0, sizeof *s);
+    s->fd = s->lock_fd = -1;
+    s->bytes = bytes;
+    fipc_point("create-begin");
+    int rc = shm_dir ? create_named(s, shm_dir, id, err) : create_memfd(s, err);
+    fipc_point("create-file");
+    if (rc == FIPC_OK) {
+        rc = fipc_lock_byte_take(s->lock_fd, lock_index);
+        if (rc != FIPC_OK) {
+            rc = system_error(err, "locking the segment (its file system must support open file "
+                                   "description locks)");
+        }
+    }
+    if (rc == FIPC_OK) {
+        rc = fipc_mem_map(s, bytes, err);
+    }
+    if (rc != FIPC_OK) {
+        fipc_mem_unlink(s);
+        fipc_mem_close(s);
+    }
+    return rc;
+}
+
+int fipc_mem_publish(struct fipc_segment *s, struct fipc_error *err) {
+    fipc_point("create-complete");
+    if (s->path[0] == 0) {
+        return FIPC_OK;
+    }
+    char final_path[FIPC_PATH_BYTES];
+    const char *slash = strrchr(s->path, '/');
+    int dir_len = (int)(slash - s->path);
+    snprintf(final_path, sizeof final_path, "%.*s/%s", dir_len, s->path, slash + 2);
+    if (rename(s->path, final_path) != 0) {
+        return system_error(err, final_path);
+    }
+    memcpy(s->path, final_path, sizeof s->path);
+    fipc_point("create-linked");
+    return FIPC_OK;
+}
+
+/* ---- finding ------------------------------------------------------------------------------- */
+
+/* NONBLOCK and NOCTTY: after the writer has closed, its descriptor's number may mean a terminal or
+ * a pipe. */
+static int open_found(const char *path) {
+    return open(path, O_RDWR | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+}
+
+static int not_found(const struct fipc_address *a, const char *path, struct fipc_error *err) {
+    err->sys_errno = errno;
+    if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) {
+        return system_error(err, path);
+    }
+    if (errno == EACCES || errno == EPERM) {
+        snprintf(err->text, sizeof err->text,
+                 "this process may not open the segment of the writer (pid %lld): both must run as "
+                 "the same user, and %s must be accessible",
+                 (long long)a->pid, a->path[0] ? "shm_dir" : "/proc");
+        return FIPC_MISMATCH;
+    }
+    snprintf(
+        err->text, sizeof err->text,
+        "the segment is gone: its writer (pid %lld) has closed it or ended, or runs in another "
+        "PID namespace (then give the writer shm_dir=)",
+        (long long)a->pid);
+    return FIPC_GONE;
+}
+
+int fipc_mem_open(struct fipc_segment *s, const struct fipc_address *a, struct fipc_error *err) {
+    memset(s, 0, sizeof *s);
+    s->fd = s->lock_fd = -1;
+    char proc[64];
+    snprintf(proc, sizeof proc, "/proc/%lld/fd/%d", (long long)a->pid, a->fd);
+    const char *path = a->path[0] ? a->path : proc;
+    s->fd = open_found(path);
+    if (s->fd < 0 && a->path[0] && errno == ENOENT) {
+        /* The name is gone because everybody had attached: a replacement reader of the same PID
+         * namespace still finds the file through its writer. */
+        path = proc;
+        s->fd = open_found(path);
+    }
+    if (s->fd < 0) {
+        return not_found(a, path, err);
+    }
+    s->lock_fd = open_found(path);
+    struct stat one, two;
+    if (s->lock_fd < 0 || fstat(s->fd, &one) != 0 || fstat(s->lock_fd, &two) != 0) {
+        int rc = not_found(a, path, err);
+        fipc_mem_close(s);
+        return rc;
+    }
+    if (one.st_ino != two.st_ino || one.st_dev != two.st_dev) {
+        snprintf(err->text, sizeof err->text, "the segment was replaced while it was opened");
+        fipc_mem_close(s);
+        return FIPC_GONE;
+    }
+    return FIPC_OK;
+}
+
+int fipc_mem_read(const struct fipc_segment *s, void *buf, uint64_t len, uint64_t *file_bytes) {
+    struct stat st;
+    if (fstat(s->fd, &st) != 0 || !S_ISREG(st.st_mode) ||
+        pread(s->fd, buf, (size_t)len, 0) != (ssize_t)len) {
+        return FIPC_MISMATCH;
+    }
+    *file_bytes = (uint64_t)st.st_size;
+    return FIPC_OK;
+}
+
+int fipc_mem_map(struct fipc_segment *s, uint64_t bytes, struct fipc_error *err) {
+    void *p = mmap(NULL, (size_t)bytes, PROT_READ | PROT_WRITE, MAP_SHARED, s->fd, 0);
+    if (p == MAP_FAILED) {
+        return system_error(err, "mapping the segment");
+    }
+    s->base = p;
+    s->bytes = bytes;
+    return FIPC_OK;
+}
+
+/* ---- pages --------------------------------------------------------------------------------- */
+
+static int no_space(struct fipc_segment *s, uint64_t needed, struct fipc_error *err) {
+    struct statvfs v;
+    err->sys_errno = ENOSPC;
+    err->needed = needed;
+    err->available = fstatvfs(s->fd, &v) == 0 ? (uint64_t)v.f_bavail * v.f_bsize : 0;
+    return FIPC_NO_SPACE;
+}
+
+int fipc_mem_reserve(struct fipc_segment *s, uint64_t off, uint64_t len, struct fipc_error *err) {
+#ifdef __linux__
+    /* 1 MiB at a time: older kernels begin anew after each signal, and a long call with a timer
+     * signal would then never end. */
+    const uint64_t step = UINT64_C(1) << 20;
+    for (uint64_t done = 0; done < len;) {
+        uint64_t n = len - done < step ? len - done : step;
+        if (fallocate(s->fd, 0, (off_t)(off + done), (off_t)n) == 0) {
+            done += n;
+        } else if (errno == ENOSPC || errno == ENOMEM || errno == EDQUOT) {
+            int rc = no_space(s, len - done, err);
+            if (done > 0) {
+                fipc_mem_discard(s, off, done); /* take nothing when not all can be had */
+            }
+            return rc;
+        } else if (errno != EINTR) {
+            return system_error(err, "allocating pages of the segment");
+        }
+    }
+    /* The pages exist; map them at once rather than by a fault each. */
+    uint64_t a = off / FIPC_PAGE * FIPC_PAGE;
+    madvise((char *)s->base + a, (size_t)(off + len - a), MADV_POPULATE_WRITE);
+    return FIPC_OK;
+#elif defined(__APPLE__)
+    fstore_t st = {F_ALLOCATEALL, F_PEOFPOSMODE, 0, (off_t)len, 0};
+    (void)off; /* the file is sparse only until it is first written; the call reserves blocks */
+    if (fcntl(s->fd, F_PREALLOCATE, &st) != 0 && errno == ENOSPC) {
+        return no_space(s, len, err);
+    }
+    return FIPC_OK;
+#else
+    return posix_fallocate(s->fd, (off_t)off, (off_t)len) == ENOSPC ? no_space(s, len, err)
+                                                                    : FIPC_OK;
+#endif
+}
+
+void fipc_mem_prefault(struct fipc_segment *s, uint64_t off, uint64_t len) {
+#ifdef __linux__
+    uint64_t a = off / FIPC_PAGE * FIPC_PAGE;
+    madvise((char *)s->base + a, (size_t)(off + len - a), MADV_POPULATE_READ);
+#else
+    (void)s, (void)off, (void)len;
+#endif
+}
+
+void fipc_mem_discard(struct fipc_segment *s, uint64_t off, uint64_t len) {
+#ifdef __linux__
+    int rc = fallocate(s->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)off, (off_t)len);
+    (void)rc; /* then the pages simply stay */
+#else
+    (void)s, (void)off, (void)len;
+#endif
+}
+
+/* ---- ending -------------------------------------------------------------------------------- */
+
+void fipc_mem_unlink(struct fipc_segment *s) {
+    if (s->linked) {
+        unlink(s->path);
+        s->linked = false;
+    }
+}
+
+void fipc_mem_unmap(struct fipc_segment *s) {
+    if (s->base != NULL) {
+        munmap(s->base, (size_t)s->bytes);
+        s->base = NULL;
+    }
+}
+
+void fipc_mem_close(struct fipc_segment *s) {
+    if (s->fd >= 0) {
+        close(s->fd);
+        s->fd = -1;
+    }
+    if (s->lock_fd >= 0) {
+        close(s->lock_fd);
+        s->lock_fd = -1;
+    }
+}
+
+/* True when the file is one of ours that nobody writes to any more. */
+static bool is_abandoned(const char *path, bool hidden) {
+    int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+    if (fd < 0) {
+        return false; /* somebody else's, or just gone */
+    }
+    struct stat st;
+    struct fipc_header h;
+    bool ours = fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid();
+    if (ours && hidden) {
+        ours = st.st_mtime + UNFINISHED_S < time(NULL);
+    } else if (ours) {
+        ours = pread(fd, &h, sizeof h, 0) == (ssize_t)sizeof h &&
+               memcmp(h.magic, FIPC_MAGIC, sizeof h.magic) == 0;
+    }
+    bool dead = ours && !fipc_lock_byte_held(fd, FIPC_WRITER_LOCK);
+    close(fd);
+    return dead;
+}
+
+int fipc_sweep(const char *dir, bool dry_run, void (*seen)(void *ctx, const char *path),
+               void *ctx) {
+    DIR *d = opendir(dir);
+    if (d == NULL) {
+        return 0;
+    }
+    int n = 0;
+    for (struct dirent *e; (e = readdir(d)) != NULL;) {
+        bool hidden = e->d_name[0] == '.';
+        const char *name = e->d_name + (hidden ? 1 : 0);
+        if (strncmp(name, NAME_PREFIX, sizeof NAME_PREFIX - 1) != 0 ||
+            strlen(name) != sizeof NAME_PREFIX - 1 + (size_t)2 * FIPC_ID_BYTES) {
+            continue;
+        }
+        char path[FIPC_PATH_BYTES + NAME_MAX];
+        snprintf(path, sizeof path, "%s/%s", dir, e->d_name);
+        if (is_abandoned(path, hidden) && (dry_run || unlink(path) == 0)) {
+            n++;
+            if (seen != NULL) {
+                seen(ctx, path);
+            }
+        }
+    }
+    closedir(d);
+    return n;
+}

@@ -1,0 +1,42 @@
+"""fastipc: the IPC core of an inference server, as a library.
+
+A shared-memory broadcast queue with one writer and many readers (:class:`MessageQueue`) that is as
+quick as a spinning reader under load and as cheap as a sleeping one when idle, names who is stuck
+or dead, and leaves nothing behind.
+"""
+
+import logging as _logging
+
+from .errors import (
+    Closed,
+    DecodeError,
+    Empty,
+    Full,
+    HandleMismatch,
+    IPCError,
+    NotReady,
+    PeerDied,
+    SharedMemoryFull,
+)
+from .handle import Handle
+from .queue import MessageQueue, ShmRingBuffer, wait
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Closed",
+    "DecodeError",
+    "Empty",
+    "Full",
+    "Handle",
+    "HandleMismatch",
+    "IPCError",
+    "MessageQueue",
+    "NotReady",
+    "PeerDied",
+    "SharedMemoryFull",
+    "ShmRingBuffer",
+    "wait",
+]
+
+_logging.getLogger("fastipc").addHandler(_logging.NullHandler())

@@ -1,0 +1,107 @@
+"""The exceptions of fastipc. All are :class:`IPCError`, all survive pickling.
+
+Most also are the built-in exception that code written for ``queue.Queue``, pipes or files already
+catches: an empty read is a ``queue.Empty`` and a ``TimeoutError``, a dead peer is a
+``ConnectionError``.
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+
+__all__ = [
+    "Closed",
+    "DecodeError",
+    "Empty",
+    "Full",
+    "HandleMismatch",
+    "IPCError",
+    "NotReady",
+    "PeerDied",
+    "SharedMemoryFull",
+]
+
+
+class IPCError(Exception):
+    """Base of every exception that fastipc raises on its own account."""
+
+
+class Empty(IPCError, queue.Empty, TimeoutError):
+    """No message arrived within the timeout. Nothing was taken; the next call works."""
+
+
+class Full(IPCError, queue.Full, TimeoutError):
+    """No room appeared within the timeout. Nothing will be delivered; the next call works."""
+
+
+class NotReady(IPCError, TimeoutError):
+    """Not every rank had attached within the timeout.
+
+    Attributes:
+        missing: the ranks that had not.
+    """
+
+    def __init__(self, message: str = "", missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (str(self), self.missing)
+
+
+class Closed(IPCError, RuntimeError, ValueError):
+    """This end was closed or shut down, or the other side has closed and is drained."""
+
+
+class PeerDied(IPCError, ConnectionError):
+    """A process at the other end of the queue ended without closing it.
+
+    Attributes:
+        rank: the reader's rank, None when it was the writer.
+        pid: its process id, as that process saw it.
+        host: the name of the host it ran on.
+    """
+
+    def __init__(
+        self,
+        message: str = "a peer died",
+        rank: int | None = None,
+        pid: int | None = None,
+        host: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.pid = pid
+        self.host = host
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (str(self), self.rank, self.pid, self.host)
+
+
+class SharedMemoryFull(IPCError, OSError):
+    """There is not enough room for the pages of a segment. Never a SIGBUS.
+
+    Attributes:
+        errno: ``ENOSPC``.
+        needed, available: bytes.
+    """
+
+    def __init__(self, message: str = "", needed: int = 0, available: int = 0) -> None:
+        super().__init__(errno.ENOSPC, message)
+        self.needed = needed
+        self.available = available
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (str(self.strerror), self.needed, self.available)
+
+
+class HandleMismatch(IPCError, ValueError):
+    """A handle doesn't lead to its queue, or not as the rank that was asked for."""
+
+
+class DecodeError(IPCError, ValueError):
+    """A frame can't be what it claims to be. It was skipped; the next call works."""

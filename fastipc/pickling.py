@@ -1,0 +1,219 @@
+"""Objects to pieces of a message and back, by pickle protocol 5.
+
+CPU tensors and numpy arrays leave the pickle stream: their bytes are described where they are
+(:class:`fastipc._core.Piece`) and copied once, straight into shared memory; on arrival they are
+views of memory that the message's receiver owns, and writable. This goes for every dtype and
+layout, since nothing but dtype name, shape and order is interpreted.
+
+Everything else is what pickle does with it, including classes that reduce themselves and what
+``copyreg`` knows at the time of the call. No reducer is registered globally.
+
+A pickler is kept and used again, since a fresh one costs three times a small message. One that is
+in use is not in the pool, so threads, signal handlers and ``__reduce__`` methods that send another
+message each get their own; one that raised is dropped.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ._core import Block, Piece, Sink
+
+__all__ = ["PickleSerializer"]
+
+# Kinds whose bytes mean the same everywhere and whose dtype.str says all about them; 'V' is
+# structured or opaque, its dtype travels as an object.
+_PLAIN_KINDS = frozenset("biufcSUmM")
+
+
+def _dense_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The order of axes in which an array is C-contiguous, if it is in any; strides in elements.
+
+    Transposed and channels-last arrays are such: they go out as one piece of memory.
+    """
+    axes = sorted(range(len(shape)), key=lambda a: -strides[a])
+    expected = 1
+    for a in reversed(axes):
+        if shape[a] != 1 and strides[a] != expected:
+            return None
+        expected *= shape[a]
+    return tuple(axes)
+
+
+# ---- numpy ----------------------------------------------------------------------------------
+
+
+def _array(block: Any, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    return np.ndarray(shape, dtype, block)
+
+
+def _permuted(block: Any, dtype: Any, shape: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
+    dense = np.ndarray(tuple(shape[a] for a in axes), dtype, block)
+    return dense.transpose(np.argsort(axes))
+
+
+def _reduce_array(array: np.ndarray) -> Any:
+    dtype = array.dtype
+    kind = dtype.kind
+    # Objects, variable-width strings and zero-width items have no bytes to send.
+    if dtype.hasobject or not dtype.itemsize or (kind not in _PLAIN_KINDS and kind != "V"):
+        return NotImplemented
+    # A user's dtype may call itself a void of its size: then only the object itself says which.
+    name = dtype.str if kind in _PLAIN_KINDS and dtype.isbuiltin != 2 else dtype
+    data = array
+    if kind in "mMV" or dtype.isbuiltin == 2:
+        # these export no buffer (times, users' dtypes), or one that is dear to describe
+        data = array.view(np.dtype((np.void, dtype.itemsize)))
+    if not array.flags.forc and array.size:
+        item = dtype.itemsize
+        strides = array.strides
+        if all(s % item == 0 for s in strides):
+            axes = _dense_order(array.shape, tuple(s // item for s in strides))
+            if axes is not None:
+                piece = Piece.of_array(data.transpose(axes))
+                return _permuted, (pickle.PickleBuffer(piece), name, array.shape, axes)
+    elif array.flags.fnc:
+        axes = tuple(range(array.ndim))[::-1]
+        piece = Piece.of_array(data)
+        return _permuted, (pickle.PickleBuffer(piece), name, array.shape, axes)
+    return _array, (pickle.PickleBuffer(Piece.of_array(data)), name, array.shape)
+
+
+# ---- torch ----------------------------------------------------------------------------------
+# torch is never imported here: without it in the process there are no tensors to send, and a
+# process that receives one imports it then.
+
+
+def _tensor(
+    block: Any,
+    dtype: str,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    requires_grad: bool,
+    parameter: bool,
+) -> Any:
+    import torch
+
+    kind = getattr(torch, dtype)
+    if len(block):
+        tensor = torch.frombuffer(block, dtype=kind)
+        tensor = tensor.view(shape) if strides is None else tensor.as_strided(shape, strides)
+    else:
+        tensor = torch.empty(shape, dtype=kind)
+    if parameter:
+        return torch.nn.Parameter(tensor, requires_grad)
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+_slow_kinds_warned: set[str] = set()
+
+
+def _warn_slow(tensor: Any) -> None:
+    """Once for each kind of tensor that takes torch's own way, which copies several times."""
+    kind = f"{type(tensor).__name__} on {tensor.device.type}, {tensor.layout}, {tensor.dtype}"
+    if kind not in _slow_kinds_warned:
+        _slow_kinds_warned.add(kind)
+        warnings.warn(
+            f"a tensor of this kind ({kind}) is sent by torch's own pickling, which copies it "
+            "several times; plain dense CPU tensors are copied once",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+
+
+def _reduce_tensor(torch: Any, tensor: Any) -> Any:
+    parameter = type(tensor) is torch.nn.Parameter
+    if (
+        (type(tensor) is not torch.Tensor and not parameter)
+        or tensor.device.type != "cpu"
+        or tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.dtype.itemsize == 0
+        or tensor.__dict__  # attributes of the user's own, which torch's pickling keeps
+        or tensor._backward_hooks
+    ):
+        _warn_slow(tensor)
+        return NotImplemented
+    requires_grad = tensor.requires_grad
+    if requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_conj():
+        tensor = tensor.resolve_conj()
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    shape = tuple(tensor.shape)
+    strides = None
+    item = tensor.element_size()
+    nbytes = tensor.numel() * item
+    address = tensor.data_ptr()
+    if nbytes == 0 or tensor.is_contiguous():
+        piece = Piece.of_memory(address, nbytes, tensor)
+    elif _dense_order(shape, tensor.stride()) is not None:
+        piece = Piece.of_memory(address, nbytes, tensor)
+        strides = tensor.stride()
+    else:
+        piece = Piece.of_strided(address, item, shape, tensor.stride(), tensor)
+    # "torch.float32" and so on; the name after the dot is an attribute of the module
+    dtype = str(tensor.dtype)[6:]
+    return _tensor, (pickle.PickleBuffer(piece), dtype, shape, strides, requires_grad, parameter)
+
+
+# ---- the serializer -------------------------------------------------------------------------
+
+_ndarray = np.ndarray
+_modules = sys.modules
+
+
+class _Pickler(pickle.Pickler):
+    """pickle.Pickler that writes to a Sink and takes arrays and tensors out of band."""
+
+    def __init__(self) -> None:
+        self.sink = Sink()
+        super().__init__(self.sink, 5, buffer_callback=self.sink.buffer)
+
+    # pickle asks for each object that isn't of an exact built-in type
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is _ndarray:
+            return _reduce_array(obj)
+        torch = _modules.get("torch")
+        # (a module that is only half imported has no tensors yet)
+        if torch is not None and isinstance(obj, getattr(torch, "Tensor", ())):
+            return _reduce_tensor(torch, obj)
+        return NotImplemented
+
+
+class PickleSerializer:
+    """The default serializer of MessageQueue. Safe to use from several threads at once."""
+
+    name = "pickle"
+
+    def __init__(self) -> None:
+        self._pool: list[_Pickler] = []
+        self.loads: Callable[..., Any] = pickle.loads
+
+    def dump(self, obj: Any) -> tuple[list[Any], int]:
+        """(pieces, n): the first n pieces are the pickle stream, the others a buffer each.
+
+        The pieces borrow obj's memory. Raises what pickling raises; nothing was sent then.
+        """
+        try:
+            pickler = self._pool.pop()
+        except IndexError:
+            pickler = _Pickler()
+        # The memo keeps what was pickled last alive, and would make the next message refer to it.
+        pickler.dump(obj)
+        pickler.clear_memo()
+        self._pool.append(pickler)
+        return pickler.sink.take()
+
+    def load(self, message: bytes | list[Block]) -> Any:
+        """The object. Runs whatever code the pickle names."""
+        if type(message) is bytes:
+            return self.loads(message)
+        return self.loads(message[0], buffers=message[1:])

@@ -1,0 +1,684 @@
+"""MessageQueue: one writer, many readers, every message to each of them, in order, once.
+
+A message's way: ``enqueue`` here -> ``Endpoint.send`` in _core.pyx -> fipc_queue_send in
+fipc_queue_io.c -> fipc_ring_publish in fipc_ring.c -> a futex in fipc_wait_linux.c; and back up
+the same files on the other side.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import operator
+import os
+import secrets
+import sys
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self, SupportsIndex
+
+from . import _core
+from .errors import Closed, Empty, HandleMismatch, IPCError, NotReady, PeerDied
+from .handle import Handle
+from .hostinfo import available_cpus, boot_id, host_name, memory_headroom
+from .pickling import PickleSerializer
+from .settings import settings
+
+__all__ = ["MessageQueue", "ShmRingBuffer", "wait"]
+
+logger = logging.getLogger("fastipc")
+
+MIB = 1 << 20
+
+# An orderly end of the process is a close, not a death, for its peers.
+_live: weakref.WeakSet[_End] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for end in list(_live):
+        end.close()
+
+
+_exit_hook_of: int | None = None
+
+
+def _hook_exit() -> None:
+    """Lets a child that multiprocessing started close at its end, too: it skips atexit."""
+    global _exit_hook_of
+    util = sys.modules.get("multiprocessing.util")
+    if util is not None and _exit_hook_of != os.getpid():
+        _exit_hook_of = os.getpid()
+        util.Finalize(None, _close_all, exitpriority=0)
+
+
+# A forked child has no end of a queue: what its parent had is forgotten, not closed.
+os.register_at_fork(after_in_child=_live.clear)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _report(
+    end: _core.Endpoint,
+    kind: str,
+    rank: int | None,
+    pid: int,
+    host: str,
+    seconds: float,
+    seq: int,
+) -> None:
+    """Logs what the C core found out while a call of the user's was waiting."""
+    if kind == "evicted":
+        logger.warning(
+            "reader rank %s (pid %d on %s) died and was evicted; the others go on", rank, pid, host
+        )
+        return
+    missing = end.missing()
+    if missing:
+        logger.warning("waited %.0f s for %s to attach to the queue", seconds, _ranks(missing))
+    elif rank is None:
+        logger.warning(
+            "a reader has waited %.0f s for the rest of a message (sequence %d): the writer "
+            "(pid %d on %s) lives, but is stuck or stopped in the middle of it",
+            seconds, seq, pid, host,
+        )  # fmt: skip
+    else:
+        logger.warning(
+            "the writer has waited %.0f s for room: reader rank %s (pid %d on %s) lives, but has "
+            "not read sequence %d",
+            seconds, rank, pid, host, seq,
+        )  # fmt: skip
+
+
+def _index(name: str, value: SupportsIndex, low: int, high: int) -> int:
+    number = operator.index(value)
+    if not low <= number <= high:
+        raise ValueError(f"{name} must be between {low} and {high}, not {number}")
+    return number
+
+
+class _End:
+    """What MessageQueue and ShmRingBuffer share: making, finding, ending, telling."""
+
+    _end: _core.Endpoint
+    _ranks: tuple[int, ...]
+    _handle: Handle | None
+    _rank: int | None
+    _pid: int
+
+    # -- making and finding
+
+    def _create(
+        self,
+        ranks: tuple[int, ...],
+        max_chunk_bytes: int,
+        max_chunks: int,
+        slots: int,
+        inline_bytes: int,
+        spin_us: float | None,
+        shm_dir: str | os.PathLike[str] | None,
+        on_reader_death: str,
+        serializer: str,
+    ) -> None:
+        if on_reader_death not in ("raise", "evict"):
+            raise ValueError(f"on_reader_death must be 'raise' or 'evict', not {on_reader_death!r}")
+        config = settings()
+        max_chunk_bytes = _index("max_chunk_bytes", max_chunk_bytes, 64, 1 << 40)
+        max_chunks = _index("max_chunks", max_chunks, 1, 1 << 16)
+        self._rank = None
+        self._ranks = ranks
+        queue_id = secrets.token_bytes(16)
+        self._end = _core.create_writer(
+            queue_id=queue_id,
+            ranks=ranks,
+            max_chunk_bytes=max_chunk_bytes,
+            max_chunks=max_chunks,
+            slots=_index("slots", slots, 2, 1 << 20),
+            inline_bytes=_index("inline_bytes", inline_bytes, 0, 1 << 24),
+            shm_dir=None if shm_dir is None else os.path.abspath(os.fspath(shm_dir)),
+            host=host_name(),
+            n_cpus=available_cpus(),
+            spin_us=config.spin_us if spin_us is None else spin_us,
+            warning_interval=config.warning_interval,
+            evict=on_reader_death == "evict",
+            notice=_report,
+        )
+        _, pid, start_time, fd, path = self._end.address()
+        self._handle = Handle(
+            queue_id=queue_id.hex(),
+            n_reader=len(ranks),
+            local_reader_ranks=list(ranks),
+            host=host_name(),
+            boot_id=boot_id(),
+            pid=pid,
+            start_time=start_time,
+            fd=fd,
+            path=path,
+            serializer=serializer,
+            max_chunk_bytes=max_chunk_bytes,
+        )
+        self._opened()
+        headroom = memory_headroom()
+        if headroom is not None and headroom < max_chunk_bytes * max_chunks:
+            logger.warning(
+                "this process's memory limit leaves %d MiB, and the queue may come to use %d MiB: "
+                "at the limit the kernel kills; use smaller max_chunk_bytes or max_chunks",
+                headroom // MIB,
+                max_chunk_bytes * max_chunks // MIB,
+            )
+
+    def _attach(self, handle: Handle, rank: int, spin_us: float | None) -> None:
+        if not isinstance(handle, Handle):
+            raise TypeError(
+                f"a Handle is needed (export_handle() makes one), not {type(handle).__name__}"
+            )
+        handle.check_version()
+        rank = operator.index(rank)
+        if rank not in handle.local_reader_ranks:
+            raise ValueError(
+                f"rank {rank} is not a reader of this queue: its readers are "
+                f"{_ranks(handle.local_reader_ranks)}"
+            )
+        if handle.boot_id != boot_id():
+            raise HandleMismatch(
+                f"the queue is on host {handle.host}, and this process on {host_name()} is not "
+                "(or the host was restarted since)"
+            )
+        if not handle.path and _core.process_start(handle.pid) != handle.start_time:
+            raise HandleMismatch(
+                f"the queue's writer (pid {handle.pid}) has ended, or runs in another PID "
+                "namespace; there it must be made with shm_dir="
+            )
+        config = settings()
+        self._rank = rank
+        self._ranks = tuple(handle.local_reader_ranks)
+        self._handle = handle
+        try:
+            queue_id = bytes.fromhex(handle.queue_id)
+        except ValueError:
+            raise HandleMismatch("the handle is damaged: its queue id is not hexadecimal") from None
+        self._end = _core.attach_reader(
+            queue_id=queue_id,
+            ranks=self._ranks,
+            reader=self._ranks.index(rank),
+            pid=handle.pid,
+            fd=handle.fd,
+            path=handle.path,
+            host=host_name(),
+            n_cpus=available_cpus(),
+            spin_us=config.spin_us if spin_us is None else spin_us,
+            warning_interval=config.warning_interval,
+            notice=_report,
+        )
+        self._opened()
+
+    def _opened(self) -> None:
+        self._pid = os.getpid()
+        _live.add(self)
+        _hook_exit()
+
+    # -- what the user sees
+
+    @property
+    def rank(self) -> int | None:
+        """This end's rank as a reader; None for the writer."""
+        return self._rank
+
+    @property
+    def closed(self) -> bool:
+        """True after close()."""
+        return self._end.closed
+
+    def export_handle(self) -> Handle:
+        """What a reader needs to attach; see :class:`fastipc.Handle`."""
+        assert self._handle is not None
+        return self._handle
+
+    def wait_until_ready(self, timeout: float | None = None) -> None:
+        """Waits until every rank has attached. Collective: the writer calls it, and readers may.
+
+        Args:
+            timeout: seconds; None waits for ever.
+
+        Raises:
+            NotReady: the timeout passed; it names the ranks that are missing (``.missing``).
+            PeerDied: somebody who had attached has died.
+            Closed: this end was shut down, or the other side has closed.
+        """
+        if not self._end.wait_ready(timeout):
+            missing = tuple(self._end.missing())
+            raise NotReady(
+                f"after {timeout} s "
+                + (
+                    f"{_ranks(missing)} had not attached"
+                    if missing
+                    else "the writer had not noticed that all ranks attached: it must call "
+                    "wait_until_ready, too"
+                ),
+                missing,
+            )
+
+    def evict(self, rank: int) -> None:
+        """Writer: stops waiting for a reader that has died.
+
+        Raises:
+            ValueError: no such rank, or it is not dead.
+        """
+        if rank not in self._ranks:
+            raise ValueError(f"there is no reader of rank {rank}")
+        self._end.evict(self._ranks.index(rank))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of this end, and what is known of the others.
+
+        ``messages``, ``bytes`` (of frames), ``bytes_copied`` (into or out of shared memory by
+        this end), ``fragments`` (slots used), ``waits``, ``sleeps`` (waits that went to the
+        kernel), ``wakes`` (of the other side), ``spin_ns`` (how long a wait would spin now),
+        ``segment_bytes`` (address space), ``resident_bytes`` (allocated; writer only), and
+        ``peers``: a list of ``{rank, state, pid, host, lag}`` with state one of free, joining,
+        active, left, dead, and lag in messages; rank None is the writer.
+        """
+        stats: dict[str, Any] = dict(self._end.stats())
+        peers = []
+        if not self._end.closed:
+            for i, rank in [(None, None), *enumerate(self._ranks)]:
+                state, pid, host, lag = self._end.peer(i)
+                peers.append({"rank": rank, "state": state, "pid": pid, "host": host, "lag": lag})
+        stats["peers"] = peers
+        return stats
+
+    def shutdown(self) -> None:
+        """Ends every call that waits on this end, now and later, with Closed. From any thread,
+        any number of times; the peers notice nothing until close()."""
+        self._end.shutdown()
+
+    def close(self) -> None:
+        """Leaves the queue; never waits, may be called again.
+
+        After the writer's close its readers get what was sent, then Closed. After a reader's, the
+        writer no longer waits for it; when the last reader has left, sending is Closed.
+        """
+        _live.discard(self)
+        self._end.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        end = getattr(self, "_end", None)
+        if end is not None and not end.closed and self._pid == os.getpid():
+            warnings.warn(f"{self!r} was never closed", ResourceWarning, source=self, stacklevel=2)
+            self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} can't be passed to another process: pass export_handle(), "
+            "and attach there with create_from_handle(handle, rank)"
+        )
+
+    def __repr__(self) -> str:
+        end = getattr(self, "_end", None)
+        role = "writer" if getattr(self, "_rank", None) is None else f"reader rank {self._rank}"
+        state = "closed" if end is None or end.closed else f"{len(self._ranks)} readers"
+        return f"<{type(self).__name__} {role}, {state}>"
+
+
+class MessageQueue(_End):
+    """A broadcast queue of Python objects between the processes of one host.
+
+    Constructing one makes the writer; readers attach with :meth:`create_from_handle`. Several
+    threads may share either end: each message is sent, or delivered, once. After fork the child
+    must attach anew; its parent's end raises IPCError there.
+
+    Objects travel by pickle protocol 5; CPU tensors and numpy arrays out of band, copied once
+    into shared memory and once out, and they come back owned by the receiver and writable. After
+    ``enqueue`` returns the caller may change its object.
+
+    Args:
+        n_reader: number of readers.
+        n_local_reader: how many of them are on this host; all of them, for now.
+        local_reader_ranks: their ranks, default ``range(n_local_reader)``.
+        max_chunk_bytes: bytes of a chunk. A message that doesn't fit inline takes one chunk, or
+            several if it is larger; it may be larger than all chunks together.
+        max_chunks: number of chunks. Their pages are allocated when they are first used.
+        connect_ip: the address that readers on other hosts are told; no use for local readers.
+        slots: how many messages (or parts of large ones) may be unread before enqueue waits.
+        inline_bytes: messages up to this size travel in their slot; at most max_chunk_bytes.
+        serializer: "pickle".
+        spin_us: longest spin before a wait sleeps, in microseconds. None (or the variable
+            FASTIPC_SPIN_US): learns from the recent waits, up to 300; 0 never spins.
+        shm_dir: None puts the ring into a memfd, which has no name, no size limit but memory, and
+            can't be left behind. A directory on tmpfs makes a named file there: for readers in
+            other PID namespaces.
+        on_reader_death: "raise" PeerDied in enqueue, or "evict" the reader and go on.
+
+    Raises:
+        SharedMemoryFull: no room for the ring.
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        n_reader: int,
+        n_local_reader: int,
+        local_reader_ranks: Sequence[int] | None = None,
+        max_chunk_bytes: int = 24 * MIB,
+        max_chunks: int = 10,
+        connect_ip: str | None = None,
+        *,
+        slots: int = 256,
+        inline_bytes: int = 8192,
+        serializer: str = "pickle",
+        spin_us: float | None = None,
+        shm_dir: str | os.PathLike[str] | None = None,
+        on_reader_death: str = "raise",
+    ) -> None:
+        n_reader = _index("n_reader", n_reader, 1, 1024)
+        n_local_reader = _index("n_local_reader", n_local_reader, 0, n_reader)
+        if n_local_reader != n_reader:
+            raise ValueError(
+                f"{n_reader - n_local_reader} of {n_reader} readers would be on other hosts: this "
+                "version has local readers only, so n_local_reader must equal n_reader"
+            )
+        if local_reader_ranks is None:
+            local_reader_ranks = range(n_local_reader)
+        ranks = tuple(operator.index(rank) for rank in local_reader_ranks)
+        if len(ranks) != n_local_reader or len(set(ranks)) != n_local_reader:
+            raise ValueError(
+                f"local_reader_ranks must be {n_local_reader} different ranks, not {list(ranks)}"
+            )
+        if serializer != "pickle":
+            raise ValueError(f"there is no serializer {serializer!r}: use 'pickle'")
+        self._use_serializer()
+        self._create(
+            ranks,
+            max_chunk_bytes,
+            max_chunks,
+            slots,
+            inline_bytes,
+            spin_us,
+            shm_dir,
+            on_reader_death,
+            serializer,
+        )
+
+    @classmethod
+    def create_from_handle(
+        cls, handle: Handle, rank: int, *, spin_us: float | None = None
+    ) -> MessageQueue:
+        """Attaches to the queue as the reader of the given rank.
+
+        The first process of a rank gets every message from the first one on; one that replaces a
+        reader that has left or died gets those after the writer took notice of it.
+
+        Raises:
+            HandleMismatch: the handle leads nowhere, or to another queue, or the rank is taken.
+            ValueError: the queue has no reader of this rank.
+        """
+        self = cls.__new__(cls)
+        self._attach(handle, rank, spin_us)
+        self._use_serializer()
+        return self
+
+    def _use_serializer(self) -> None:
+        serializer = PickleSerializer()
+        self._dump = serializer.dump
+        self._load = serializer.load
+        self._failed: BaseException | None = None
+
+    # -- the writer
+
+    def enqueue(self, obj: Any, timeout: float | None = None) -> None:
+        """Sends obj to every reader.
+
+        Args:
+            timeout: seconds to wait for room; None waits for ever, 0 polls.
+
+        Raises:
+            Full: the timeout passed. A message larger than all free chunks together is sent bit
+                by bit as readers read, so it can't be sent with timeout 0.
+            PeerDied: a reader died (``.rank``, ``.pid``, ``.host``), and so at each call until it
+                is replaced, or evicted.
+            Closed: all readers have left, or this end was shut down.
+            SharedMemoryFull: no room for the message's pages.
+            Whatever pickling raises: nothing was sent, and the queue is as before.
+        """
+        if self._rank is not None:
+            raise self._wrong_end("enqueue", "writer")
+        pieces, n = self._dump(obj)
+        self._end.send(pieces, n, timeout)
+
+    # -- the reader
+
+    def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> Any:
+        """The next message.
+
+        Args:
+            timeout: seconds to wait; None waits for ever, 0 polls.
+            indefinite: accepted for callers that know it from elsewhere: an idle reader never
+                logs anything here, so it changes nothing.
+
+        Raises:
+            Empty: the timeout passed. What had arrived of a large message is kept.
+            PeerDied: the writer died, and everything it had sent has been read.
+            Closed: the same after it closed; or this end was shut down.
+            DecodeError: the message could not be right; it was skipped.
+            Whatever unpickling raises: the message has been taken.
+        """
+        if self._rank is None:
+            raise self._wrong_end("dequeue", "reader")
+        if self._failed is not None:
+            self._raise_failed()
+        return self._load(self._end.recv(timeout))
+
+    def dequeue_many(self, limit: int, timeout: float | None = None) -> list[Any]:
+        """Up to limit messages: waits for the first as dequeue does, then takes what is there.
+
+        If a later one can't be taken or unpickled, those before it are returned and the next call
+        raises.
+        """
+        limit = _index("limit", limit, 1, 1 << 30)
+        objects = [self.dequeue(timeout)]
+        while len(objects) < limit:
+            try:
+                objects.append(self._load(self._end.recv(0)))
+            except Empty:
+                break
+            except (Closed, PeerDied):
+                break  # the next call meets it again
+            except Exception as error:
+                self._failed = error
+                break
+        return objects
+
+    def _raise_failed(self) -> None:
+        error, self._failed = self._failed, None
+        if error is not None:
+            raise error
+
+    def __iter__(self) -> Iterator[Any]:
+        """Messages until the writer has closed."""
+        while True:
+            try:
+                yield self.dequeue()
+            except Closed:
+                return
+
+    # -- both
+
+    def broadcast_object(self, obj: Any = None) -> Any:
+        """The writer sends obj and gets it back; a reader gets what was sent."""
+        if self._rank is None:
+            self.enqueue(obj)
+            return obj
+        return self.dequeue()
+
+    def _wrong_end(self, verb: str, role: str) -> IPCError:
+        mine = "the writer" if self._rank is None else f"a reader (rank {self._rank})"
+        return IPCError(f"{verb} is for the {role}; this end of the queue is {mine}")
+
+    # -- the verbs of queue.Queue
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        """enqueue, as queue.Queue spells it."""
+        self.enqueue(item, timeout if block else 0)
+
+    def put_nowait(self, item: Any) -> None:
+        """enqueue(item, timeout=0)."""
+        self.enqueue(item, 0)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """dequeue, as queue.Queue spells it."""
+        return self.dequeue(timeout if block else 0)
+
+    def get_nowait(self) -> Any:
+        """dequeue(timeout=0)."""
+        return self.dequeue(0)
+
+    def qsize(self) -> int:
+        """Messages that this reader (or the writer's slowest reader) has not read; a moment's
+        view."""
+        return self._end.size()
+
+    def empty(self) -> bool:
+        """True if nothing is unread (here, or by the writer's slowest reader)."""
+        if self._rank is None:
+            return self._end.size() == 0
+        return not self._end.readable()
+
+    def full(self) -> bool:
+        """Writer: True if a small message would have to wait for a slot. Reader: False."""
+        return self._rank is None and not self._end.has_room()
+
+
+def wait(queues: Sequence[MessageQueue], timeout: float | None = None) -> list[MessageQueue]:
+    """Waits until at least one of the queues is readable; those that are, in the given order.
+
+    Readable means that dequeue has something to return, or to raise (Closed, PeerDied). A large
+    message counts from its first part on: dequeue may then wait for the rest.
+
+    Args:
+        queues: reading ends.
+        timeout: seconds; None waits for ever, 0 polls.
+
+    Returns:
+        The readable ones; an empty list at the timeout, or of no queues.
+
+    Thread safe. Raises IPCError for a writer's end.
+    """
+    queues = list(queues)
+    ends = []
+    for queue in queues:
+        if queue._rank is None:
+            raise queue._wrong_end("wait", "reader")
+        ends.append(queue._end)
+    return [queues[i] for i in _core.wait_any(ends, timeout)]
+
+
+class ShmRingBuffer(_End):
+    """The ring without a serializer: bytes in place, for those who bring their own framing.
+
+    Constructing one makes the writer; readers attach with :meth:`create_from_handle`. A message is
+    at most max_chunk_bytes long. The arguments are those of :class:`MessageQueue`.
+    """
+
+    def __init__(
+        self,
+        n_reader: int,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        *,
+        slots: int = 256,
+        inline_bytes: int = 8192,
+        spin_us: float | None = None,
+        shm_dir: str | os.PathLike[str] | None = None,
+        on_reader_death: str = "raise",
+    ) -> None:
+        self._create(
+            tuple(range(_index("n_reader", n_reader, 1, 1024))),
+            max_chunk_bytes,
+            max_chunks,
+            slots,
+            inline_bytes,
+            spin_us,
+            shm_dir,
+            on_reader_death,
+            "",
+        )
+
+    @classmethod
+    def create_from_handle(
+        cls, handle: Handle, rank: int, *, spin_us: float | None = None
+    ) -> ShmRingBuffer:
+        """Attaches as the reader of the given rank. Raises as MessageQueue's does."""
+        self = cls.__new__(cls)
+        self._attach(handle, rank, spin_us)
+        return self
+
+    @contextmanager
+    def acquire_write(
+        self, nbytes: int | None = None, timeout: float | None = None
+    ) -> Iterator[memoryview]:
+        """A writable view of nbytes (default: max_chunk_bytes) of shared memory, published when
+        the with-block ends, or not at all if it ends with an exception.
+
+        What the memory holds at first is undefined. Other threads wait for the end of the block.
+
+        Raises:
+            ValueError: nbytes is more than max_chunk_bytes.
+            BufferError: at the end, a view of the memory (an array made from it) is still in use;
+                nothing was published.
+            Full, PeerDied, Closed, SharedMemoryFull: as MessageQueue.enqueue.
+        """
+        if self._rank is not None:
+            raise IPCError(f"acquire_write is for the writer; this is reader rank {self._rank}")
+        limit = self.export_handle().max_chunk_bytes
+        nbytes = limit if nbytes is None else _index("nbytes", nbytes, 0, limit)
+        loan = self._end.loan(nbytes, timeout)
+        with _lent(loan) as view:
+            yield view
+
+    @contextmanager
+    def acquire_read(self, timeout: float | None = None) -> Iterator[memoryview]:
+        """A read-only view of the next message in place, acknowledged when the with-block ends.
+
+        If it ends with an exception the message stays and is given out again.
+
+        Raises:
+            BufferError: at the end, a view of the memory is still in use; the message stays.
+            Empty, PeerDied, Closed: as MessageQueue.dequeue.
+        """
+        if self._rank is None:
+            raise IPCError("acquire_read is for readers; this is the writer")
+        loan = self._end.peek(timeout)
+        with _lent(loan) as view:
+            yield view
+
+
+@contextmanager
+def _lent(loan: _core.Loan) -> Iterator[memoryview]:
+    view = memoryview(loan)
+    try:
+        yield view
+        try:
+            view.release()
+        except BufferError:
+            pass  # commit says it better
+        loan.commit()
+    except BaseException:
+        # a view that is still in use keeps its memory mapped, not its contents
+        loan.abort()
+        raise

@@ -1,0 +1,49 @@
+"""Everything that the environment can set, read once, when it is first needed.
+
+An argument beats the variable, the variable beats the default.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from functools import cache
+
+__all__ = ["Settings", "settings"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The values of the ``FASTIPC_*`` variables.
+
+    Attributes:
+        spin_us: ``FASTIPC_SPIN_US``: longest spin before a wait sleeps, in microseconds; 0 never
+            spins, None learns (up to 300).
+        warning_interval: ``FASTIPC_RINGBUFFER_WARNING_INTERVAL``: a wait for a peer is reported
+            each time this many seconds have passed.
+    """
+
+    spin_us: float | None = None
+    warning_interval: float = 60.0
+
+
+def _number(name: str, default: float | None) -> float | None:
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 <= value < math.inf):
+        raise ValueError(f"{name}={text!r} in the environment must be a number of at least 0")
+    return value
+
+
+@cache
+def settings() -> Settings:
+    """The settings. Raises ValueError naming the variable that can't be understood."""
+    warning = _number("FASTIPC_RINGBUFFER_WARNING_INTERVAL", 60.0)
+    assert warning is not None
+    return Settings(spin_us=_number("FASTIPC_SPIN_US", None), warning_interval=warning)

@@ -1,0 +1,80 @@
+"""The extension modules; everything else about the distribution is in pyproject.toml.
+
+FASTIPC_TEST_HOOKS=1 in the environment compiles in the crash points and wake-up filters that the
+tests use. Such a build is never shipped: a test of the wheel proves that it has none.
+"""
+
+from __future__ import annotations
+
+import sys
+
+if sys.platform == "win32":
+    sys.exit("fastipc needs POSIX shared memory and file locks: it cannot be built on Windows.")
+
+import os
+from glob import glob
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+# setuptools wants paths relative to setup.py, which may be started from elsewhere.
+os.chdir(Path(__file__).resolve().parent)
+
+MACROS: list[tuple[str, str | None]] = []
+if sys.platform.startswith("linux"):
+    MACROS.append(("_GNU_SOURCE", "1"))  # -std=c11 alone hides memfd_create and F_OFD_SETLK
+if os.environ.get("FASTIPC_TEST_HOOKS") == "1":
+    MACROS.append(("FIPC_TEST_HOOKS", "1"))
+
+# Hidden visibility: an extension exports PyInit_* only, so that two copies of csrc/ in one process
+# never bind to each other's symbols.
+CFLAGS = ["-std=c11", "-O3", "-fvisibility=hidden"]
+
+
+class BuildExt(build_ext):
+    """Rebuilds when the flags changed, which setuptools alone does not notice.
+
+    Without it a tree that was once built with test hooks keeps them in the next ordinary build.
+    """
+
+    def build_extensions(self) -> None:
+        flags = repr((MACROS, CFLAGS, os.environ.get("CFLAGS"), os.environ.get("CC")))
+        # What is built in place and what goes to build/lib are separate files, stamped separately.
+        stamp = Path(self.build_temp, "flags-inplace" if self.inplace else "flags")
+        if not stamp.exists() or stamp.read_text() != flags:
+            self.force = True
+            stamp.unlink(missing_ok=True)  # a build that fails half-way is not up to date
+        super().build_extensions()
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        stamp.write_text(flags)
+
+
+def extension(name: str, sources: list[str], include_dirs: list[str]) -> Extension:
+    return Extension(
+        name,
+        sources,
+        include_dirs=include_dirs,
+        define_macros=MACROS,
+        extra_compile_args=CFLAGS,
+        depends=["setup.py", *sorted(glob("csrc/*.h")), *sorted(glob("fastipc/*.pxd"))],
+    )
+
+
+# Every C file is always compiled; those for another platform are empty there by #ifdef.
+extensions = [
+    extension("fastipc._core", ["fastipc/_core.pyx", *sorted(glob("csrc/*.c"))], ["csrc"]),
+]
+if Path("fastipc/_codec.pyx").exists():
+    import numpy
+
+    extensions.append(
+        extension("fastipc._codec", ["fastipc/_codec.pyx"], ["csrc", numpy.get_include()])
+    )
+
+setup(
+    # The generated C goes to build/, so that neither the package nor an sdist picks it up.
+    ext_modules=cythonize(extensions, build_dir="build/cython", language_level=3),
+    cmdclass={"build_ext": BuildExt},
+)
