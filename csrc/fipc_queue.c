@@ -590,14 +590,13 @@ static uint64_t room_target(const struct fipc_queue *q) {
     return r->next - 1 - r->n_slots + batch;
 }
 
-static uint64_t spin_budget(struct fipc_queue *q) {
-    if (q->spin_ns == 0) {
-        return 0;
-    }
-    if (fipc_load32_relaxed(&q->ring.control->attached) + 1 > q->n_cpus) {
-        return 0;
-    }
-    return __builtin_popcount(fipc_load32_relaxed(&q->history) & 0xff) >= 4 ? q->spin_ns : 0;
+bool fipc_queue_may_spin(const struct fipc_queue *q) {
+    return q->spin_ns > 0 && fipc_load32_relaxed(&q->ring.control->attached) + 1 <= q->n_cpus;
+}
+
+static uint64_t spin_budget(const struct fipc_queue *q) {
+    bool pays = __builtin_popcount(fipc_load32_relaxed(&q->history) & 0xff) >= 4;
+    return pays && fipc_queue_may_spin(q) ? q->spin_ns : 0;
 }
 
 static void learn(struct fipc_queue *q, uint64_t waited) {

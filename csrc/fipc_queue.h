@@ -13,6 +13,16 @@
  * copies the next one in. 1 MiB is long against a wake-up (50 us) and short against the caches. */
 #define FIPC_PART_BYTES (UINT64_C(1) << 20)
 #define FIPC_PARTS_MAX 16u /* of one chunk */
+/* How far the writer may be ahead of readers that keep pace, before it waits for them to come
+ * close. Less than it may be in all: see keep_close. */
+#define FIPC_AHEAD_BYTES (UINT64_C(2) << 20)
+#define FIPC_PARTS_KNOWN 32u
+
+/* A part of a chunk that was published. */
+struct fipc_part {
+    uint64_t seq, offset, bytes; /* bytes 0: its place was taken again */
+    uint32_t chunk;
+};
 
 struct fipc_queue {
     struct fipc_ring ring;
@@ -43,10 +53,14 @@ struct fipc_queue {
     uint64_t *chunk_used; /* per chunk: when it was used last, ns */
     uint64_t resident;
     struct fipc_gather gather;
-    uint32_t part_chunk; /* the chunk being filled, FIPC_NO_CHUNK: none */
-    uint64_t part_used;  /* bytes of it that are */
-    uint64_t part_bytes; /* how much to publish at once */
-    bool want_chunk;     /* what the wait for room waits for */
+    uint32_t part_chunk;                      /* the chunk being filled, FIPC_NO_CHUNK: none */
+    uint64_t part_used;                       /* bytes of it that are */
+    uint64_t part_bytes;                      /* how much to publish at once */
+    uint64_t part_first;                      /* sequence of the first part in this chunk */
+    struct fipc_part parts[FIPC_PARTS_KNOWN]; /* the last ones, in a ring */
+    uint32_t n_parts;
+    bool aloof;      /* readers don't keep pace just now */
+    bool want_chunk; /* what the wait for room waits for */
     uint64_t want_slots;
     struct fipc_record loan;
 
@@ -76,6 +90,8 @@ void fipc_queue_members(struct fipc_queue *q);
  * due. */
 int fipc_queue_health(struct fipc_queue *q, struct fipc_error *err);
 bool fipc_queue_probe_due(struct fipc_queue *q);
+/* There are CPUs enough for everyone, and spinning isn't switched off. */
+bool fipc_queue_may_spin(const struct fipc_queue *q);
 void fipc_queue_wake_readers(struct fipc_queue *q);
 void fipc_queue_wake_writer(struct fipc_queue *q);
 /* Reader, locked: takes over the writer's grant; false when there is none yet. */

@@ -127,47 +127,121 @@ static bool whole_has_room(struct fipc_queue *q, uint64_t total) {
     return n_free >= chunks && fipc_ring_slots_free(&q->ring) >= chunks;
 }
 
+static uint64_t bytes_ahead(const struct fipc_queue *q) {
+    uint64_t sum = 0;
+    for (uint32_t i = 0; i < FIPC_PARTS_KNOWN; i++) {
+        sum += q->parts[i].seq > q->ring.slowest ? q->parts[i].bytes : 0;
+    }
+    return sum;
+}
+
+/* Lets readers that are busy reading come close before more is written. A writer that runs ahead
+ * through all the chunks makes both sides work from main memory, at less than half of the speed
+ * that they reach in the cache; and it gains nothing, since it then waits for a chunk. Readers that
+ * make no progress for the length of a spin are left behind: they have other things to do, and
+ * chunks are there to be filled meanwhile. */
+static void keep_close(struct fipc_queue *q) {
+    fipc_ring_scan(&q->ring);
+    uint64_t ahead = bytes_ahead(q);
+    if (ahead == 0) {
+        q->aloof = false;
+    }
+    if (ahead <= FIPC_AHEAD_BYTES || q->aloof || !fipc_queue_may_spin(q)) {
+        return;
+    }
+    uint64_t seen = q->ring.slowest;
+    uint64_t since = q->ops->now(q->ops->ctx);
+    for (uint32_t i = 1; bytes_ahead(q) > FIPC_AHEAD_BYTES; i++) {
+        fipc_pause();
+        if (i % 16 != 0) {
+            continue;
+        }
+        fipc_ring_scan(&q->ring);
+        uint64_t now = q->ops->now(q->ops->ctx);
+        if (q->ring.slowest != seen) {
+            seen = q->ring.slowest;
+            since = now;
+        } else if (now - since > q->spin_ns || fipc_load32_acquire(&q->stop) /* X-stop */) {
+            q->aloof = true;
+            return;
+        }
+    }
+}
+
+/* Where the next part goes: where one of this message's earlier parts was that everybody has read,
+ * for it is still in the cache; else behind them. UINT64_MAX: the chunk is full. */
+static uint64_t place_part(struct fipc_queue *q, uint64_t n) {
+    for (uint32_t i = 1; i <= FIPC_PARTS_KNOWN && i <= q->n_parts; i++) {
+        struct fipc_part *part = &q->parts[(q->n_parts - i) % FIPC_PARTS_KNOWN];
+        if (part->seq < q->part_first) {
+            break;
+        }
+        if (part->seq <= q->ring.slowest && part->bytes >= n && part->chunk == q->part_chunk) {
+            part->bytes = 0;
+            return part->offset;
+        }
+    }
+    uint64_t end = q->part_used;
+    if (n > q->ring.chunk_bytes - end) {
+        return UINT64_MAX;
+    }
+    q->part_used += n;
+    return end;
+}
+
 static int send_part(struct fipc_queue *q, uint32_t tag, struct fipc_call *call,
                      struct fipc_error *err) {
     struct fipc_ring *r = &q->ring;
     struct fipc_gather *g = &q->gather;
-    bool fresh = q->part_chunk == FIPC_NO_CHUNK;
-    int rc = fipc_queue_wait_room(q, fresh, call, err);
+    const uint64_t left = g->total - g->done;
+    keep_close(q);
+    int rc = fipc_queue_wait_room(q, q->part_chunk == FIPC_NO_CHUNK, call, err);
     if (rc != FIPC_OK) {
         return rc;
     }
-    if (fresh) {
+    uint64_t n = least(q->part_bytes, left);
+    uint64_t offset = UINT64_MAX;
+    if (q->part_chunk != FIPC_NO_CHUNK) {
+        offset = place_part(q, n);
+        if (offset == UINT64_MAX && q->part_used < r->chunk_bytes) {
+            n = r->chunk_bytes - q->part_used; /* what is left of the chunk */
+            offset = place_part(q, n);
+        }
+        if (offset == UINT64_MAX) {
+            q->part_chunk = FIPC_NO_CHUNK;
+            return FIPC_OK; /* once more, with another chunk */
+        }
+    } else {
         fipc_ring_scan(r); /* which was freed last? The last scan may be old. */
         q->part_chunk = fipc_ring_chunk_free(r, NULL);
         q->part_used = 0;
+        q->part_first = r->next;
+        n = least(n, r->chunk_bytes);
+        offset = place_part(q, n);
     }
-    uint64_t left = g->total - g->done;
-    uint64_t n = least(least(q->part_bytes, r->chunk_bytes - q->part_used), left);
-    rc = have_pages(q, q->part_chunk, q->part_used + least(left, r->chunk_bytes - q->part_used),
-                    err);
+    rc = have_pages(q, q->part_chunk, offset + n, err);
     if (rc != FIPC_OK) {
         return rc;
     }
     struct fipc_record record = {
         .len = n,
         .total = g->total,
-        .offset = q->part_used,
+        .offset = offset,
         .flags = (g->done == 0 ? FIPC_SLOT_FIRST : 0u) | (n == left ? FIPC_SLOT_LAST : 0u) |
                  FIPC_SLOT_CHUNK | shape_flags(g),
         .chunk = q->part_chunk,
         .tag = tag,
     };
+    char *to = fipc_ring_chunk(r, q->part_chunk) + offset;
     fipc_ring_begin(r);
-    fipc_gather_copy(g, fipc_ring_chunk(r, q->part_chunk) + q->part_used, n / 2);
+    fipc_gather_copy(g, to, n / 2);
     fipc_point("mid-write");
-    fipc_gather_copy(g, fipc_ring_chunk(r, q->part_chunk) + q->part_used + n / 2, n - n / 2);
+    fipc_gather_copy(g, to + n / 2, n - n / 2);
+    q->parts[q->n_parts++ % FIPC_PARTS_KNOWN] =
+        (struct fipc_part){.seq = r->next, .offset = offset, .bytes = n, .chunk = q->part_chunk};
     publish(q, &record);
     call->midway = true;
-    q->part_used += n;
-    if (q->part_used == r->chunk_bytes || n == left) {
-        q->chunk_used[q->part_chunk] = q->ops->now(q->ops->ctx);
-        q->part_chunk = FIPC_NO_CHUNK;
-    }
+    q->chunk_used[q->part_chunk] = q->ops->now(q->ops->ctx);
     if (n != left) {
         fipc_point("between-fragments");
     }

@@ -7,6 +7,15 @@ or dead, and leaves nothing behind.
 
 import logging as _logging
 
+try:
+    from . import _core as _core
+except ImportError as _error:  # pragma: no cover
+    raise ImportError(
+        "fastipc's compiled part is missing or of another Python: this is its source tree, not an "
+        "installation. Use what `pip install .` installed, from another directory (the command "
+        "`fastipc` does)"
+    ) from _error
+
 from .errors import (
     Closed,
     DecodeError,

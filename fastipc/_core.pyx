@@ -31,6 +31,9 @@ DEF GIL_COPY_LIMIT = 65536
 # Pieces of a message that are described on the stack.
 DEF STACK_PIECES = 12
 DEF MAX_NDIM = 64
+# What a message is: the serializer's, or the bytes of a bytes object.
+DEF TAG_FRAME = 0
+DEF TAG_BYTES = 1
 
 
 cdef uint64_t _deadline(object timeout) except? 0:
@@ -205,6 +208,39 @@ cdef class Sink:
 
 
 @cython.final
+cdef class PicklerPool:
+    """Picklers that are used again: a fresh one costs three times a small message.
+
+    One that is in use is not in the pool. So threads, signal handlers, and __reduce__ methods that
+    send a message themselves each get their own; one that raised is dropped."""
+
+    cdef list idle
+    cdef object make
+
+    def __cinit__(self, make):
+        """make(sink) makes a pickler that writes to sink.write and gives sink.buffer its
+        out-of-band buffers."""
+        self.idle = []
+        self.make = make
+
+    def dump(self, obj):
+        """(pieces, n): the first n pieces are the pickle stream, the others one buffer each.
+        They borrow obj's memory. Raises what pickling raises."""
+        cdef Sink sink
+        if self.idle:
+            pickler, sink = self.idle.pop()
+        else:
+            sink = Sink()
+            pickler = self.make(sink)
+        pickler.dump(obj)
+        # The memo keeps what was pickled alive, and would make the next message refer to it.
+        pickler.clear_memo()
+        message = sink.take()
+        self.idle.append((pickler, sink))
+        return message
+
+
+@cython.final
 cdef class _Pins:
     """The pieces of one message as C sees them, pinned for the time of the call."""
 
@@ -294,6 +330,9 @@ cdef class Endpoint:
     cdef Py_ssize_t active  # calls that run without the GIL; guarded by the GIL
     cdef tuple ranks
     cdef object notice
+    cdef object dump
+    cdef object load_one
+    cdef object load_many
     cdef object __weakref__
 
     def __cinit__(self):
@@ -362,30 +401,46 @@ cdef class Endpoint:
         if self.closing and self.active == 0:
             fipc_queue_close(self.q)
 
+    def use_serializer(self, dump, load_one, load_many):
+        """dump(obj) -> (pieces, n) as send takes them; load_one(bytes), or load_many(list of
+        Block) when it is large or has several buffers -> obj."""
+        self.dump = dump
+        self.load_one = load_one
+        self.load_many = load_many
+
     # -- the writer
 
-    def send(self, list items, Py_ssize_t joined, timeout=None, uint32_t tag=0):
+    def put(self, obj, timeout=None):
+        """Sends an object through the serializer. Small bytes objects travel as they are."""
+        cdef fipc_piece one
+        cdef Py_ssize_t joined
+        self._open(timeout)
+        if PyBytes_CheckExact(obj) and PyBytes_GET_SIZE(obj) <= GIL_COPY_LIMIT:
+            memset(&one, 0, sizeof(one))
+            one.ptr = PyBytes_AS_STRING(obj)
+            one.len = PyBytes_GET_SIZE(obj)
+            self._send(&one, 1, TAG_BYTES, timeout)
+            return
+        items, joined = self.dump(obj)
+        self.send(items, joined, timeout)
+
+    def send(self, list items, Py_ssize_t joined, timeout=None):
         """Sends one message: the first `joined` items make its first buffer, each other item one
         more. Items are bytes, Piece, or contiguous buffers. Raises Full, Closed, PeerDied,
         SharedMemoryFull; then nothing is delivered."""
         cdef _Pins pins
-        cdef fipc_error e
         cdef fipc_piece one
-        cdef int rc
         self._open(timeout)
         if len(items) == 1 and PyBytes_CheckExact(items[0]):
             memset(&one, 0, sizeof(one))
             one.ptr = PyBytes_AS_STRING(items[0])
             one.len = PyBytes_GET_SIZE(items[0])
-            rc = fipc_queue_send_inline(self.q, &one, 1, tag, &e)
-            if rc == FIPC_OK:
-                return
-            if rc != FIPC_WOULD_BLOCK:
-                self._check(rc, &e, timeout)
+            self._send(&one, 1, TAG_FRAME, timeout)
+            return
         pins = _Pins.__new__(_Pins)
         try:
             pins.pin(items, joined)
-            self._send(pins.pieces, len(items), tag, timeout)
+            self._send(pins.pieces, len(items), TAG_FRAME, timeout)
         finally:
             pins.unpin()
 
@@ -450,20 +505,31 @@ cdef class Endpoint:
 
     # -- the reader
 
+    def get(self, timeout=None):
+        """Takes one object through the serializer."""
+        cdef uint32_t tag
+        message = self._recv(timeout, &tag)
+        if type(message) is bytes:
+            return message if tag == TAG_BYTES else self.load_one(message)
+        return bytes((<list>message)[0]) if tag == TAG_BYTES else self.load_many(message)
+
     def recv(self, timeout=None):
         """Takes one message: bytes when it is one small buffer, else a list of Block. Raises
         Empty, Closed, PeerDied, DecodeError (that message is skipped)."""
+        cdef uint32_t tag
+        return self._recv(timeout, &tag)
+
+    cdef object _recv(self, object timeout, uint32_t *tag):
         cdef const void *ptr
         cdef uint64_t length
-        cdef uint32_t tag
         cdef fipc_error e
         cdef fipc_call call
         cdef fipc_message m
         cdef int rc
-        cdef bint called = False
+        cdef bint called = False, waited = False, take
         self._open(timeout)
         while True:
-            rc = fipc_queue_peek(self.q, GIL_COPY_LIMIT, &ptr, &length, &tag, &e)
+            rc = fipc_queue_peek(self.q, GIL_COPY_LIMIT, &ptr, &length, tag, &e)
             if rc == FIPC_OK:
                 # bytes are not tracked by the garbage collector, so no user code runs in here
                 try:
@@ -480,14 +546,22 @@ cdef class Endpoint:
                 memset(&call, 0, sizeof(call))
                 call.deadline = _deadline(timeout)
                 call.signals = True
+            # The brief way again after a wait; but if it fails then too, another thread is at it,
+            # and recv knows how to wait for that.
+            take = rc == FIPC_INVALID or waited
+            waited = True
+            m.blocks = NULL
             self.active += 1
             with nogil:
-                rc = fipc_queue_recv(self.q, &call, &m, &e)
+                rc = FIPC_WOULD_BLOCK
+                if take:
+                    rc = fipc_queue_recv(self.q, &call, &m, &e)
                 if rc == FIPC_WOULD_BLOCK:
                     m.blocks = NULL
                     rc = fipc_queue_wait_readable(self.q, &call, &e)
             self._done()
             if rc == FIPC_OK and m.blocks != NULL:
+                tag[0] = m.tag
                 return _blocks(&m)
             self._check(rc, &e, timeout)
             self._open()
@@ -650,7 +724,7 @@ cdef int _raise(int rc, fipc_error *e) except -1:
             "free; make the file system or the memory limit larger, or max_chunk_bytes, max_chunks "
             "or slots smaller", e.needed, e.available)
     if rc == FIPC_MISMATCH or rc == FIPC_GONE:
-        raise HandleMismatch(text)
+        raise HandleMismatch(text, rc == FIPC_GONE)
     if rc == FIPC_RANK_TAKEN:
         raise HandleMismatch(f"the rank is taken: pid {e.pid} on {_text(e.host)} is attached as it")
     if rc == FIPC_CORRUPT:

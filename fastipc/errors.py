@@ -100,7 +100,18 @@ class SharedMemoryFull(IPCError, OSError):
 
 
 class HandleMismatch(IPCError, ValueError):
-    """A handle doesn't lead to its queue, or not as the rank that was asked for."""
+    """A handle doesn't lead to its queue, or not as the rank that was asked for.
+
+    Attributes:
+        gone: True when the queue did exist, but its writer has closed it or ended.
+    """
+
+    def __init__(self, message: str = "", gone: bool = False) -> None:
+        super().__init__(message)
+        self.gone = gone
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (str(self), self.gone)
 
 
 class DecodeError(IPCError, ValueError):

@@ -7,10 +7,6 @@ layout, since nothing but dtype name, shape and order is interpreted.
 
 Everything else is what pickle does with it, including classes that reduce themselves and what
 ``copyreg`` knows at the time of the call. No reducer is registered globally.
-
-A pickler is kept and used again, since a fresh one costs three times a small message. One that is
-in use is not in the pool, so threads, signal handlers and ``__reduce__`` methods that send another
-message each get their own; one that raised is dropped.
 """
 
 from __future__ import annotations
@@ -18,14 +14,13 @@ from __future__ import annotations
 import pickle
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ._core import Block, Piece, Sink
+from ._core import Block, Endpoint, PicklerPool, Piece, Sink
 
-__all__ = ["PickleSerializer"]
+__all__ = ["use_pickle"]
 
 # Kinds whose bytes mean the same everywhere and whose dtype.str says all about them; 'V' is
 # structured or opaque, its dtype travels as an object.
@@ -170,50 +165,30 @@ _ndarray = np.ndarray
 _modules = sys.modules
 
 
+# pickle asks for each object that isn't of an exact built-in type.
+def _reducer_override(obj: Any) -> Any:
+    if type(obj) is _ndarray:
+        return _reduce_array(obj)
+    torch = _modules.get("torch")
+    # (a module that is only half imported has no tensors yet)
+    if torch is not None and isinstance(obj, getattr(torch, "Tensor", ())):
+        return _reduce_tensor(torch, obj)
+    return NotImplemented
+
+
 class _Pickler(pickle.Pickler):
-    """pickle.Pickler that writes to a Sink and takes arrays and tensors out of band."""
+    """pickle.Pickler that takes arrays and tensors out of band."""
 
-    def __init__(self) -> None:
-        self.sink = Sink()
-        super().__init__(self.sink, 5, buffer_callback=self.sink.buffer)
-
-    # pickle asks for each object that isn't of an exact built-in type
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is _ndarray:
-            return _reduce_array(obj)
-        torch = _modules.get("torch")
-        # (a module that is only half imported has no tensors yet)
-        if torch is not None and isinstance(obj, getattr(torch, "Tensor", ())):
-            return _reduce_tensor(torch, obj)
-        return NotImplemented
+    def __init__(self, sink: Sink) -> None:
+        super().__init__(sink, 5, buffer_callback=sink.buffer)
+        # of the instance: a method of the class would be bound anew for every message
+        self.reducer_override = _reducer_override  # type: ignore[method-assign]
 
 
-class PickleSerializer:
-    """The default serializer of MessageQueue. Safe to use from several threads at once."""
+def _load_many(message: list[Block]) -> Any:
+    return pickle.loads(message[0], buffers=message[1:])
 
-    name = "pickle"
 
-    def __init__(self) -> None:
-        self._pool: list[_Pickler] = []
-        self.loads: Callable[..., Any] = pickle.loads
-
-    def dump(self, obj: Any) -> tuple[list[Any], int]:
-        """(pieces, n): the first n pieces are the pickle stream, the others a buffer each.
-
-        The pieces borrow obj's memory. Raises what pickling raises; nothing was sent then.
-        """
-        try:
-            pickler = self._pool.pop()
-        except IndexError:
-            pickler = _Pickler()
-        # The memo keeps what was pickled last alive, and would make the next message refer to it.
-        pickler.dump(obj)
-        pickler.clear_memo()
-        self._pool.append(pickler)
-        return pickler.sink.take()
-
-    def load(self, message: bytes | list[Block]) -> Any:
-        """The object. Runs whatever code the pickle names."""
-        if type(message) is bytes:
-            return self.loads(message)
-        return self.loads(message[0], buffers=message[1:])
+def use_pickle(end: Endpoint) -> None:
+    """Makes pickle the endpoint's serializer. Loading runs whatever code a pickle names."""
+    end.use_serializer(PicklerPool(_Pickler).dump, pickle.loads, _load_many)

@@ -15,16 +15,16 @@ import secrets
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, SupportsIndex
+from typing import Any, NoReturn, Self, SupportsIndex
 
 from . import _core
 from .errors import Closed, Empty, HandleMismatch, IPCError, NotReady, PeerDied
 from .handle import Handle
 from .hostinfo import available_cpus, boot_id, host_name, memory_headroom
-from .pickling import PickleSerializer
+from .pickling import use_pickle
 from .settings import settings
 
 __all__ = ["MessageQueue", "ShmRingBuffer", "wait"]
@@ -93,6 +93,14 @@ def _report(
             "not read sequence %d",
             seconds, rank, pid, host, seq,
         )  # fmt: skip
+
+
+def _not_the_writer(*_: Any) -> NoReturn:
+    raise IPCError("only the writer enqueues; this end of the queue is a reader's")
+
+
+def _not_a_reader(*_: Any) -> NoReturn:
+    raise IPCError("only readers dequeue and are waited for; this end of the queue is the writer's")
 
 
 def _index(name: str, value: SupportsIndex, low: int, high: int) -> int:
@@ -192,7 +200,8 @@ class _End:
         if not handle.path and _core.process_start(handle.pid) != handle.start_time:
             raise HandleMismatch(
                 f"the queue's writer (pid {handle.pid}) has ended, or runs in another PID "
-                "namespace; there it must be made with shm_dir="
+                "namespace; there it must be made with shm_dir=",
+                gone=True,
             )
         config = settings()
         self._rank = rank
@@ -402,7 +411,6 @@ class MessageQueue(_End):
             )
         if serializer != "pickle":
             raise ValueError(f"there is no serializer {serializer!r}: use 'pickle'")
-        self._use_serializer()
         self._create(
             ranks,
             max_chunk_bytes,
@@ -414,6 +422,7 @@ class MessageQueue(_End):
             on_reader_death,
             serializer,
         )
+        self._use_serializer()
 
     @classmethod
     def create_from_handle(
@@ -434,9 +443,14 @@ class MessageQueue(_End):
         return self
 
     def _use_serializer(self) -> None:
-        serializer = PickleSerializer()
-        self._dump = serializer.dump
-        self._load = serializer.load
+        use_pickle(self._end)
+        # bound once: these are the calls that every message makes
+        self._put: Callable[..., Any] = self._end.put
+        self._get: Callable[..., Any] = self._end.get
+        if self._rank is None:
+            self._get = _not_a_reader
+        else:
+            self._put = _not_the_writer
         self._failed: BaseException | None = None
 
     # -- the writer
@@ -456,10 +470,7 @@ class MessageQueue(_End):
             SharedMemoryFull: no room for the message's pages.
             Whatever pickling raises: nothing was sent, and the queue is as before.
         """
-        if self._rank is not None:
-            raise self._wrong_end("enqueue", "writer")
-        pieces, n = self._dump(obj)
-        self._end.send(pieces, n, timeout)
+        self._put(obj, timeout)
 
     # -- the reader
 
@@ -478,11 +489,10 @@ class MessageQueue(_End):
             DecodeError: the message could not be right; it was skipped.
             Whatever unpickling raises: the message has been taken.
         """
-        if self._rank is None:
-            raise self._wrong_end("dequeue", "reader")
         if self._failed is not None:
-            self._raise_failed()
-        return self._load(self._end.recv(timeout))
+            error, self._failed = self._failed, None
+            raise error
+        return self._get(timeout)
 
     def dequeue_many(self, limit: int, timeout: float | None = None) -> list[Any]:
         """Up to limit messages: waits for the first as dequeue does, then takes what is there.
@@ -494,7 +504,7 @@ class MessageQueue(_End):
         objects = [self.dequeue(timeout)]
         while len(objects) < limit:
             try:
-                objects.append(self._load(self._end.recv(0)))
+                objects.append(self._get(0))
             except Empty:
                 break
             except (Closed, PeerDied):
@@ -503,11 +513,6 @@ class MessageQueue(_End):
                 self._failed = error
                 break
         return objects
-
-    def _raise_failed(self) -> None:
-        error, self._failed = self._failed, None
-        if error is not None:
-            raise error
 
     def __iter__(self) -> Iterator[Any]:
         """Messages until the writer has closed."""
@@ -525,10 +530,6 @@ class MessageQueue(_End):
             self.enqueue(obj)
             return obj
         return self.dequeue()
-
-    def _wrong_end(self, verb: str, role: str) -> IPCError:
-        mine = "the writer" if self._rank is None else f"a reader (rank {self._rank})"
-        return IPCError(f"{verb} is for the {role}; this end of the queue is {mine}")
 
     # -- the verbs of queue.Queue
 
@@ -583,7 +584,7 @@ def wait(queues: Sequence[MessageQueue], timeout: float | None = None) -> list[M
     ends = []
     for queue in queues:
         if queue._rank is None:
-            raise queue._wrong_end("wait", "reader")
+            _not_a_reader()
         ends.append(queue._end)
     return [queues[i] for i in _core.wait_any(ends, timeout)]
 
