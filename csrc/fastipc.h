@@ -118,9 +118,10 @@ typedef struct fipc_queue fipc_queue;
  * FIPC_INTERRUPTED, FIPC_LONG_WAIT and FIPC_EVICTED, which ask for the same call again. */
 struct fipc_call {
     uint64_t deadline;
-    bool signals; /* this thread runs signal handlers: come up for them also now and then */
+    bool signals; /* this thread runs signal handlers: come up after each sleep to look for some */
     bool midway;
     uint64_t begun, next_check, next_warning;
+    uint64_t since; /* the wait that goes on began then; 0: none does */
 };
 
 /* ---- life ------------------------------------------------------------------------------- */

@@ -23,10 +23,11 @@
 /* Longest spin. A wake-up across cores costs 40 to 70 us plus what the sleeper's CPU needs to
  * become fast again; a peer's pickling of a few KiB lasts about 100 us, 200 on a slow day. */
 #define SPIN_DEFAULT_NS (300 * UINT64_C(1000))
-/* First look for signals after this, since one may have come just before the sleep; then once a
- * second. Those that come during the sleep end it by themselves. */
+/* A signal that comes during the sleep ends it. One that comes just before it doesn't: so the
+ * first sleep is short, and after each the caller is asked to look for signals. Only a thread that
+ * runs handlers (call->signals) does that. */
 #define FIRST_CHECK_NS (50 * FIPC_MS)
-#define NEXT_CHECK_NS FIPC_S
+#define NEXT_CHECK_NS FIPC_SLICE_NS
 /* A writer that isn't blocked asks for dead readers this often. */
 #define PROBE_BUSY_NS (500 * FIPC_MS)
 /* A chunk unused for this long gives its pages back. */
@@ -319,6 +320,8 @@ static void grant(struct fipc_queue *q, uint32_t i, uint32_t epoch) {
     fipc_store64_relaxed(&r->cursors[i].seq, r->next - 1);
     fipc_store32_release(&r->peers[i].granted, epoch); /* G */
     r->counted[i] = 1;
+    /* With nobody counted the last scan found no end of room. */
+    r->slowest = r->slowest < r->next - 1 ? r->slowest : r->next - 1;
     if (q->dead[i]) {
         q->dead[i] = 0;
         q->n_dead--;
@@ -382,6 +385,7 @@ static void evict(struct fipc_queue *q, uint32_t i) {
 
 static void give_back_idle_chunks(struct fipc_queue *q, uint64_t now) {
     struct fipc_ring *r = &q->ring;
+    fipc_ring_scan(r); /* small messages alone don't need one for a whole round of the slots */
     for (uint32_t c = 0; c < r->n_chunks; c++) {
         if (q->chunk_have[c] > 0 && r->chunk_until[c] <= r->slowest && c != q->part_chunk &&
             now - q->chunk_used[c] > CHUNK_IDLE_NS) {
@@ -652,20 +656,29 @@ static void name_culprit(struct fipc_queue *q, struct fipc_call *call, uint64_t 
     err->waited_ns = now - call->begun;
 }
 
+static int waited(struct fipc_queue *q, struct fipc_call *call, uint64_t now) {
+    learn(q, now - call->since);
+    call->since = 0;
+    return FIPC_OK;
+}
+
 int fipc_queue_wait_for(struct fipc_queue *q, struct fipc_call *call, fipc_ready_fn ready,
                         bool may_warn, struct fipc_error *err) {
     if (ready(q, false)) {
+        call->since = 0;
         return FIPC_OK;
     }
     fipc_a32 *bell = q->is_writer ? &q->ring.control->room_bell : &q->ring.control->data_bell;
     uint64_t now = now_of(q);
-    const uint64_t t0 = now;
     start(q, call, now);
-    bump(&q->waits);
-    uint64_t budget = call->deadline > now ? spin_budget(q) : 0;
+    uint64_t budget = 0;
+    if (call->since == 0) { /* not after a look for signals: what was spun is spun */
+        call->since = now;
+        bump(&q->waits);
+        budget = call->deadline > now ? spin_budget(q) : 0;
+    }
     if (budget > 0 && spin(q, ready, least(now + budget, call->deadline))) {
-        learn(q, now_of(q) - t0);
-        return FIPC_OK;
+        return waited(q, call, now_of(q));
     }
     for (;;) {
         if (q->is_writer) {
@@ -675,17 +688,19 @@ int fipc_queue_wait_for(struct fipc_queue *q, struct fipc_call *call, fipc_ready
         uint32_t seen = fipc_bell_park(bell); /* D, M */
         now = now_of(q);
         if (ready(q, true)) {
-            learn(q, now - t0);
-            return FIPC_OK;
+            return waited(q, call, now);
         }
         int rc = look(q, ready == fipc_queue_reader_ready, now, err);
         if (rc != FIPC_OK) {
             return rc;
         }
         if (ready(q, true)) { /* look() may have granted, evicted or noticed something */
-            return FIPC_OK;
+            return waited(q, call, now);
         }
         if (now >= call->deadline) {
+            if (now - call->since >= q->spin_ns) {
+                learn(q, now - call->since);
+            }
             name_culprit(q, call, now, err);
             return FIPC_TIMEOUT;
         }
@@ -703,8 +718,7 @@ int fipc_queue_wait_for(struct fipc_queue *q, struct fipc_call *call, fipc_ready
         fipc_point("asleep");
         rc = q->ops->wait(q->ops->ctx, bell, seen, end);
         if (ready(q, false)) {
-            learn(q, now_of(q) - t0);
-            return FIPC_OK;
+            return waited(q, call, now_of(q));
         }
         if (rc == FIPC_INTERRUPTED) {
             return rc;
@@ -774,6 +788,7 @@ int fipc_queue_wait_any(fipc_queue *const *queues, uint32_t n, struct fipc_call 
     const struct fipc_waitops *ops = first->ops;
     const uint64_t t0 = ops->now(ops->ctx);
     start(first, call, t0);
+    bump(&first->waits);
     /* n writers and this process; the first queue's memory of waits stands for all */
     bool spinning = n + 1 <= first->n_cpus && spin_budget(first) > 0;
     for (uint32_t pass = 0; rc == FIPC_TIMEOUT; pass++) {
@@ -809,6 +824,7 @@ int fipc_queue_wait_any(fipc_queue *const *queues, uint32_t n, struct fipc_call 
             call->next_check = now + NEXT_CHECK_NS;
             rc = FIPC_INTERRUPTED;
         } else if (pass > 0) {
+            bump(&first->sleeps);
             uint64_t end = least(least(call->deadline, now + FIPC_SLICE_NS), call->next_check);
             if (fipc_wait_words(ops, bells, seen, n, end) == FIPC_INTERRUPTED) {
                 rc = FIPC_INTERRUPTED;

@@ -140,13 +140,13 @@ static uint64_t bytes_ahead(const struct fipc_queue *q) {
  * that they reach in the cache; and it gains nothing, since it then waits for a chunk. Readers that
  * make no progress for the length of a spin are left behind: they have other things to do, and
  * chunks are there to be filled meanwhile. */
-static void keep_close(struct fipc_queue *q) {
+static void keep_close(struct fipc_queue *q, uint64_t deadline) {
     fipc_ring_scan(&q->ring);
     uint64_t ahead = bytes_ahead(q);
     if (ahead == 0) {
         q->aloof = false;
     }
-    if (ahead <= FIPC_AHEAD_BYTES || q->aloof || !fipc_queue_may_spin(q)) {
+    if (ahead <= FIPC_AHEAD_BYTES || q->aloof || deadline == 0 || !fipc_queue_may_spin(q)) {
         return;
     }
     uint64_t seen = q->ring.slowest;
@@ -161,8 +161,11 @@ static void keep_close(struct fipc_queue *q) {
         if (q->ring.slowest != seen) {
             seen = q->ring.slowest;
             since = now;
-        } else if (now - since > q->spin_ns || fipc_load32_acquire(&q->stop) /* X-stop */) {
+        } else if (now - since > q->spin_ns) {
             q->aloof = true;
+            return;
+        }
+        if (now >= deadline || fipc_load32_acquire(&q->stop) /* X-stop */) {
             return;
         }
     }
@@ -194,7 +197,7 @@ static int send_part(struct fipc_queue *q, uint32_t tag, struct fipc_call *call,
     struct fipc_ring *r = &q->ring;
     struct fipc_gather *g = &q->gather;
     const uint64_t left = g->total - g->done;
-    keep_close(q);
+    keep_close(q, call->deadline);
     int rc = fipc_queue_wait_room(q, q->part_chunk == FIPC_NO_CHUNK, call, err);
     if (rc != FIPC_OK) {
         return rc;

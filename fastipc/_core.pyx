@@ -7,6 +7,9 @@ make no system call but a wake-up. Everything else runs without it. Nobody waits
 while holding the GIL, so a thread inside C may wait for the GIL.
 """
 
+cdef extern from "Python.h":
+    unsigned long PyThread_get_thread_ident() noexcept
+
 cimport cython
 from cpython.buffer cimport (
     PyBUF_ANY_CONTIGUOUS, PyBUF_STRIDED_RO, PyBuffer_FillInfo, PyBuffer_IsContiguous,
@@ -21,6 +24,9 @@ from libc.stdint cimport UINT64_MAX, int64_t, uint8_t, uint32_t, uint64_t, uintp
 from libc.string cimport memcpy, memset
 
 from .fipc cimport *
+
+import os
+import threading
 
 from .errors import (
     Closed, DecodeError, Empty, Full, HandleMismatch, IPCError, PeerDied, SharedMemoryFull,
@@ -47,6 +53,22 @@ cdef uint64_t _deadline(object timeout) except? 0:
     if seconds > 1e9:
         return FIPC_FOREVER
     return fipc_now() + <uint64_t>(seconds * 1e9)
+
+
+cdef unsigned long _main_thread = threading.main_thread().ident
+
+
+def _forked():
+    global _main_thread
+    _main_thread = PyThread_get_thread_ident()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+cdef bint _runs_handlers() noexcept:
+    """Python runs signal handlers in the main thread only."""
+    return PyThread_get_thread_ident() == _main_thread
 
 
 cdef str _text(const char *s):
@@ -455,7 +477,7 @@ cdef class Endpoint:
             self._check(rc, &e, timeout)
         memset(&call, 0, sizeof(call))
         call.deadline = _deadline(timeout)
-        call.signals = True
+        call.signals = _runs_handlers()
         self.active += 1
         try:
             while True:
@@ -478,7 +500,7 @@ cdef class Endpoint:
         self._open(timeout)
         memset(&call, 0, sizeof(call))
         call.deadline = _deadline(timeout)
-        call.signals = True
+        call.signals = _runs_handlers()
         self.active += 1
         try:
             while True:
@@ -545,7 +567,7 @@ cdef class Endpoint:
                 called = True
                 memset(&call, 0, sizeof(call))
                 call.deadline = _deadline(timeout)
-                call.signals = True
+                call.signals = _runs_handlers()
             # The brief way again after a wait; but if it fails then too, another thread is at it,
             # and recv knows how to wait for that.
             take = rc == FIPC_INVALID or waited
@@ -575,7 +597,7 @@ cdef class Endpoint:
         self._open(timeout)
         memset(&call, 0, sizeof(call))
         call.deadline = _deadline(timeout)
-        call.signals = True
+        call.signals = _runs_handlers()
         while True:
             self.active += 1
             with nogil:
@@ -618,7 +640,7 @@ cdef class Endpoint:
         self._open(timeout)
         memset(&call, 0, sizeof(call))
         call.deadline = _deadline(timeout)
-        call.signals = True
+        call.signals = _runs_handlers()
         while True:
             self.active += 1
             with nogil:
@@ -684,8 +706,8 @@ cdef class Endpoint:
             fipc_queue_close(self.q)
 
     def missing(self):
-        """The ranks that have never attached, as far as the writer has noticed."""
-        return [rank for i, rank in enumerate(self.ranks) if self.peer(i)[0] in ("free", "joining")]
+        """The ranks that have never attached."""
+        return [rank for i, rank in enumerate(self.ranks) if self.peer(i)[0] == "free"]
 
     @property
     def closed(self):
@@ -913,7 +935,7 @@ def wait_any(list ends, timeout=None):
             f"timeout must be None or a number of seconds of at least 0, not {timeout!r}")
     memset(&call, 0, sizeof(call))
     call.deadline = _deadline(timeout)
-    call.signals = True
+    call.signals = _runs_handlers()
     closed = [i for i in range(n) if (<Endpoint?>ends[i]).q == NULL or (<Endpoint>ends[i]).closing]
     if closed or n == 0:
         return closed

@@ -86,6 +86,7 @@ cdef extern from "fastipc.h" nogil:
         uint64_t begun
         uint64_t next_check
         uint64_t next_warning
+        uint64_t since
 
     struct fipc_piece:
         const void *ptr
