@@ -355,6 +355,7 @@ cdef class Endpoint:
     cdef object dump
     cdef object load_one
     cdef object load_many
+    cdef object deferred
     cdef object __weakref__
 
     def __cinit__(self):
@@ -527,9 +528,16 @@ cdef class Endpoint:
 
     # -- the reader
 
-    def get(self, timeout=None):
-        """Takes one object through the serializer."""
+    def defer(self, error):
+        """Makes the next get raise error."""
+        self.deferred = error
+
+    def get(self, timeout=None, indefinite=False):
+        """Takes one object through the serializer. indefinite changes nothing."""
         cdef uint32_t tag
+        if self.deferred is not None:
+            error, self.deferred = self.deferred, None
+            raise error
         message = self._recv(timeout, &tag)
         if type(message) is bytes:
             return message if tag == TAG_BYTES else self.load_one(message)

@@ -451,7 +451,12 @@ class MessageQueue(_End):
             self._get = _not_a_reader
         else:
             self._put = _not_the_writer
-        self._failed: BaseException | None = None
+        # These two are called for every message. Where no subclass has its own, the end's methods
+        # take their place: a Python frame less is a third less for a small message.
+        if type(self).enqueue is MessageQueue.enqueue:
+            self.enqueue = self._put  # type: ignore[method-assign, assignment]
+        if type(self).dequeue is MessageQueue.dequeue:
+            self.dequeue = self._get  # type: ignore[method-assign, assignment]
 
     # -- the writer
 
@@ -489,9 +494,6 @@ class MessageQueue(_End):
             DecodeError: the message could not be right; it was skipped.
             Whatever unpickling raises: the message has been taken.
         """
-        if self._failed is not None:
-            error, self._failed = self._failed, None
-            raise error
         return self._get(timeout)
 
     def dequeue_many(self, limit: int, timeout: float | None = None) -> list[Any]:
@@ -510,7 +512,7 @@ class MessageQueue(_End):
             except (Closed, PeerDied):
                 break  # the next call meets it again
             except Exception as error:
-                self._failed = error
+                self._end.defer(error)
                 break
         return objects
 
