@@ -326,6 +326,70 @@ cdef class _Pins:
         self.unpin()
 
 
+# ---- a message as one stretch of bytes --------------------------------------------------------
+
+def join(list items, Py_ssize_t joined, Py_ssize_t prefix=0):
+    """(Block, bare): the message that Endpoint.send would send, behind `prefix` zero bytes. bare:
+    it is one buffer without a frame around it. split needs to be told."""
+    cdef _Pins pins = _Pins.__new__(_Pins)
+    cdef Block block = Block.__new__(Block)
+    cdef uint64_t n = len(items), size = 0
+    cdef fipc_bool bare = False
+    cdef fipc_error e
+    cdef int rc
+    memset(&e, 0, sizeof(e))
+    try:
+        pins.pin(items, joined)
+        rc = fipc_join_size(pins.pieces, n, &size, &bare)
+        if rc == FIPC_OK:
+            block.ptr = fipc_block_alloc(size + prefix)
+            if block.ptr == NULL:
+                raise MemoryError(f"no memory for a message of {size} bytes")
+            block.nbytes = size + prefix
+            memset(block.ptr, 0, prefix)
+            if size > GIL_COPY_LIMIT:
+                with nogil:
+                    rc = fipc_join(pins.pieces, n, <char *>block.ptr + prefix)
+            else:
+                rc = fipc_join(pins.pieces, n, <char *>block.ptr + prefix)
+        if rc != FIPC_OK:
+            _raise(rc, &e)
+    finally:
+        pins.unpin()
+    return block, bool(bare)
+
+
+def split(data, Py_ssize_t offset, bint bare):
+    """What Endpoint.recv would return for the message that begins at offset in data and goes to
+    its end. DecodeError when it contradicts itself."""
+    cdef Py_buffer view
+    cdef fipc_message m
+    cdef const char *src
+    cdef uint64_t length
+    cdef fipc_error e
+    cdef int rc
+    memset(&e, 0, sizeof(e))
+    memset(&m, 0, sizeof(m))
+    PyObject_GetBuffer(data, &view, PyBUF_ANY_CONTIGUOUS)
+    try:
+        if not 0 <= offset <= view.len:
+            raise ValueError("offset is outside of the data")
+        src = <const char *>view.buf + offset
+        length = view.len - offset
+        if bare and length <= GIL_COPY_LIMIT:
+            return PyBytes_FromStringAndSize(src, <Py_ssize_t>length)
+        if length <= GIL_COPY_LIMIT:
+            rc = fipc_split(src, length, bare, &m)
+        else:
+            with nogil:
+                rc = fipc_split(src, length, bare, &m)
+    finally:
+        PyBuffer_Release(&view)
+    if rc != FIPC_OK:
+        _raise(rc, &e)
+    return _blocks(&m)
+
+
 # ---- one end of a queue -----------------------------------------------------------------------
 
 _PEER_STATES = {
