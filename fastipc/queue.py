@@ -8,6 +8,7 @@ the same files on the other side.
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import operator
 import os
@@ -21,6 +22,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Self, SupportsIndex
 
 from . import _core
+from .addresses import advertised
 from .errors import Closed, Empty, HandleMismatch, IPCError, NotReady, PeerDied
 from .handle import Handle
 from .hostinfo import available_cpus, boot_id, host_name, memory_headroom
@@ -64,7 +66,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _report(
-    end: _core.Endpoint,
+    end: Any,
     kind: str,
     rank: int | None,
     pid: int,
@@ -113,7 +115,9 @@ def _index(name: str, value: SupportsIndex, low: int, high: int) -> int:
 class _End:
     """What MessageQueue and ShmRingBuffer share: making, finding, ending, telling."""
 
-    _end: _core.Endpoint
+    # An _core.Endpoint; or, for a queue with readers on other hosts, a RemoteWriter or
+    # RemoteReader, which have its methods. Those are imported when needed, and ZMQ with them.
+    _end: Any
     _ranks: tuple[int, ...]
     _handle: Handle | None
     _rank: int | None
@@ -132,6 +136,9 @@ class _End:
         shm_dir: str | os.PathLike[str] | None,
         on_reader_death: str,
         serializer: str,
+        remote_ranks: tuple[int, ...] = (),
+        connect_ip: str | None = None,
+        secure: bool = True,
     ) -> None:
         if on_reader_death not in ("raise", "evict"):
             raise ValueError(f"on_reader_death must be 'raise' or 'evict', not {on_reader_death!r}")
@@ -139,27 +146,60 @@ class _End:
         max_chunk_bytes = _index("max_chunk_bytes", max_chunk_bytes, 64, 1 << 40)
         max_chunks = _index("max_chunks", max_chunks, 1, 1 << 16)
         self._rank = None
-        self._ranks = ranks
+        self._ranks = (*ranks, *remote_ranks)
         queue_id = secrets.token_bytes(16)
-        self._end = _core.create_writer(
-            queue_id=queue_id,
-            ranks=ranks,
-            max_chunk_bytes=max_chunk_bytes,
-            max_chunks=max_chunks,
-            slots=_index("slots", slots, 2, 1 << 20),
-            inline_bytes=_index("inline_bytes", inline_bytes, 0, 1 << 24),
-            shm_dir=None if shm_dir is None else os.path.abspath(os.fspath(shm_dir)),
-            host=host_name(),
-            n_cpus=available_cpus(),
-            spin_us=config.spin_us if spin_us is None else spin_us,
-            warning_interval=config.warning_interval,
-            evict=on_reader_death == "evict",
-            notice=_report,
-        )
+        slots = _index("slots", slots, 2, 1 << 20)
+        inline_bytes = _index("inline_bytes", inline_bytes, 0, 1 << 24)
+        evict = on_reader_death == "evict"
+        local = None
+        if ranks:
+            local = _core.create_writer(
+                queue_id=queue_id,
+                ranks=ranks,
+                max_chunk_bytes=max_chunk_bytes,
+                max_chunks=max_chunks,
+                slots=slots,
+                inline_bytes=inline_bytes,
+                shm_dir=None if shm_dir is None else os.path.abspath(os.fspath(shm_dir)),
+                host=host_name(),
+                n_cpus=available_cpus(),
+                spin_us=config.spin_us if spin_us is None else spin_us,
+                warning_interval=config.warning_interval,
+                evict=evict,
+                notice=_report,
+            )
+        address = server_key = ""
+        if remote_ranks:
+            from .remote import RemoteWriter
+
+            try:
+                told, wildcard = advertised(connect_ip, config.host_ip)
+                remote = RemoteWriter(
+                    queue_id=queue_id,
+                    local=local,
+                    local_ranks=ranks,
+                    remote_ranks=remote_ranks,
+                    host=told,
+                    wildcard=wildcard,
+                    credit_messages=slots,
+                    credit_bytes=max_chunk_bytes * max_chunks,
+                    secure=secure,
+                    evict=evict,
+                    notice=_report,
+                )
+            except BaseException:
+                if local is not None:
+                    local.close()
+                raise
+            address, server_key = remote.endpoint, remote.server_key
+            self._end = remote
+        else:
+            assert local is not None
+            self._end = local
         _, pid, start_time, fd, path = self._end.address()
         self._handle = Handle(
             queue_id=queue_id.hex(),
-            n_reader=len(ranks),
+            n_reader=len(self._ranks),
             local_reader_ranks=list(ranks),
             host=host_name(),
             boot_id=boot_id(),
@@ -169,6 +209,9 @@ class _End:
             path=path,
             serializer=serializer,
             max_chunk_bytes=max_chunk_bytes,
+            remote_reader_ranks=list(remote_ranks),
+            address=address,
+            server_key=server_key,
         )
         self._opened()
         headroom = memory_headroom()
@@ -187,10 +230,13 @@ class _End:
             )
         handle.check_version()
         rank = operator.index(rank)
+        if rank in handle.remote_reader_ranks:
+            self._attach_remote(handle, rank)
+            return
         if rank not in handle.local_reader_ranks:
             raise ValueError(
                 f"rank {rank} is not a reader of this queue: its readers are "
-                f"{_ranks(handle.local_reader_ranks)}"
+                f"{_ranks([*handle.local_reader_ranks, *handle.remote_reader_ranks])}"
             )
         if handle.boot_id != boot_id():
             raise HandleMismatch(
@@ -207,12 +253,8 @@ class _End:
         self._rank = rank
         self._ranks = tuple(handle.local_reader_ranks)
         self._handle = handle
-        try:
-            queue_id = bytes.fromhex(handle.queue_id)
-        except ValueError:
-            raise HandleMismatch("the handle is damaged: its queue id is not hexadecimal") from None
         self._end = _core.attach_reader(
-            queue_id=queue_id,
+            queue_id=handle.id_bytes(),
             ranks=self._ranks,
             reader=self._ranks.index(rank),
             pid=handle.pid,
@@ -222,6 +264,23 @@ class _End:
             n_cpus=available_cpus(),
             spin_us=config.spin_us if spin_us is None else spin_us,
             warning_interval=config.warning_interval,
+            notice=_report,
+        )
+        self._opened()
+
+    def _attach_remote(self, handle: Handle, rank: int) -> None:
+        from .remote import RemoteReader
+
+        self._rank = rank
+        self._ranks = (rank,)
+        self._handle = handle
+        self._end = RemoteReader(
+            queue_id=handle.id_bytes(),
+            endpoint=handle.address,
+            server_key=handle.server_key,
+            rank=rank,
+            writer_pid=handle.pid,
+            writer_host=handle.host,
             notice=_report,
         )
         self._opened()
@@ -346,7 +405,7 @@ class _End:
 
 
 class MessageQueue(_End):
-    """A broadcast queue of Python objects between the processes of one host.
+    """A broadcast queue of Python objects between the processes of one host or several.
 
     Constructing one makes the writer; readers attach with :meth:`create_from_handle`. Several
     threads may share either end: each message is sent, or delivered, once. After fork the child
@@ -358,12 +417,14 @@ class MessageQueue(_End):
 
     Args:
         n_reader: number of readers.
-        n_local_reader: how many of them are on this host; all of them, for now.
+        n_local_reader: how many of them are on this host; the others get everything over TCP.
         local_reader_ranks: their ranks, default ``range(n_local_reader)``.
         max_chunk_bytes: bytes of a chunk. A message that doesn't fit inline takes one chunk, or
             several if it is larger; it may be larger than all chunks together.
         max_chunks: number of chunks. Their pages are allocated when they are first used.
-        connect_ip: the address that readers on other hosts are told; no use for local readers.
+        connect_ip: the IPv4 or IPv6 address of this host that readers on other hosts are told,
+            else FASTIPC_HOST_IP, else the one that the default route uses; the port is chosen by
+            the system. Where all readers are local nothing listens anywhere.
         slots: how many messages (or parts of large ones) may be unread before enqueue waits.
         inline_bytes: messages up to this size travel in their slot; at most max_chunk_bytes.
         serializer: "pickle".
@@ -373,9 +434,19 @@ class MessageQueue(_End):
             can't be left behind. A directory on tmpfs makes a named file there: for readers in
             other PID namespaces.
         on_reader_death: "raise" PeerDied in enqueue, or "evict" the reader and go on.
+        secure: encrypt and authenticate (CURVE) what goes to other hosts: only who has the handle
+            can read. False lets anyone read who reaches the port, and is logged.
+        remote_reader_ranks: the ranks of the readers elsewhere, default the lowest that no local
+            reader has.
+
+    With readers elsewhere, wait_until_ready comes before the first message (NotReady otherwise),
+    and at most max_chunks * max_chunk_bytes bytes, or `slots` messages, may be on their way to
+    the slowest of them before enqueue waits: the writer keeps these until they have been read, so
+    a torn connection loses nothing.
 
     Raises:
         SharedMemoryFull: no room for the ring.
+        OSError: the address can't be bound.
         ValueError: an argument is out of range.
     """
 
@@ -394,20 +465,27 @@ class MessageQueue(_End):
         spin_us: float | None = None,
         shm_dir: str | os.PathLike[str] | None = None,
         on_reader_death: str = "raise",
+        secure: bool = True,
+        remote_reader_ranks: Sequence[int] | None = None,
     ) -> None:
         n_reader = _index("n_reader", n_reader, 1, 1024)
         n_local_reader = _index("n_local_reader", n_local_reader, 0, n_reader)
-        if n_local_reader != n_reader:
-            raise ValueError(
-                f"{n_reader - n_local_reader} of {n_reader} readers would be on other hosts: this "
-                "version has local readers only, so n_local_reader must equal n_reader"
-            )
         if local_reader_ranks is None:
             local_reader_ranks = range(n_local_reader)
         ranks = tuple(operator.index(rank) for rank in local_reader_ranks)
         if len(ranks) != n_local_reader or len(set(ranks)) != n_local_reader:
             raise ValueError(
                 f"local_reader_ranks must be {n_local_reader} different ranks, not {list(ranks)}"
+            )
+        n_remote = n_reader - n_local_reader
+        if remote_reader_ranks is None:
+            others = (rank for rank in range(2 * n_reader) if rank not in ranks)
+            remote_reader_ranks = list(itertools.islice(others, n_remote))
+        remote_ranks = tuple(operator.index(rank) for rank in remote_reader_ranks)
+        if len(remote_ranks) != n_remote or len({*ranks, *remote_ranks}) != n_reader:
+            raise ValueError(
+                f"remote_reader_ranks must be {n_remote} different ranks of no local reader, not "
+                f"{list(remote_ranks)}"
             )
         if serializer != "pickle":
             raise ValueError(f"there is no serializer {serializer!r}: use 'pickle'")
@@ -421,6 +499,9 @@ class MessageQueue(_End):
             shm_dir,
             on_reader_death,
             serializer,
+            remote_ranks,
+            connect_ip,
+            secure,
         )
         self._use_serializer()
 
@@ -432,6 +513,9 @@ class MessageQueue(_End):
 
         The first process of a rank gets every message from the first one on; one that replaces a
         reader that has left or died gets those after the writer took notice of it.
+
+        A reader on another host connects in the background: wait_until_ready, or the first
+        dequeue, raises what is wrong.
 
         Raises:
             HandleMismatch: the handle leads nowhere, or to another queue, or the rank is taken.
@@ -583,12 +667,16 @@ def wait(queues: Sequence[MessageQueue], timeout: float | None = None) -> list[M
     Thread safe. Raises IPCError for a writer's end.
     """
     queues = list(queues)
-    ends = []
+    ends: list[Any] = []
     for queue in queues:
         if queue._rank is None:
             _not_a_reader()
         ends.append(queue._end)
-    return [queues[i] for i in _core.wait_any(ends, timeout)]
+    if all(type(end) is _core.Endpoint for end in ends):
+        return [queues[i] for i in _core.wait_any(ends, timeout)]
+    from .remote import wait_any
+
+    return [queues[i] for i in wait_any(ends, timeout)]
 
 
 class ShmRingBuffer(_End):

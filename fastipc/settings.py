@@ -22,10 +22,19 @@ class Settings:
             spins, None learns (up to 300).
         warning_interval: ``FASTIPC_RINGBUFFER_WARNING_INTERVAL``: a wait for a peer is reported
             each time this many seconds have passed.
+        host_ip: ``FASTIPC_HOST_IP``: the address that readers on other hosts are told when the
+            queue is made without connect_ip; "" leaves it to the default route.
+        remote_grace: ``FASTIPC_REMOTE_GRACE``: seconds for which a lost connection to a peer on
+            another host may be coming back before the peer counts as dead.
+        remote_linger: ``FASTIPC_REMOTE_LINGER``: after close, what was sent is given up when no
+            reader on another host has received any of it for this many seconds.
     """
 
     spin_us: float | None = None
     warning_interval: float = 60.0
+    host_ip: str = ""
+    remote_grace: float = 10.0
+    remote_linger: float = 5.0
 
 
 def _number(name: str, default: float | None) -> float | None:
@@ -45,5 +54,15 @@ def _number(name: str, default: float | None) -> float | None:
 def settings() -> Settings:
     """The settings. Raises ValueError naming the variable that can't be understood."""
     warning = _number("FASTIPC_RINGBUFFER_WARNING_INTERVAL", 60.0)
+    grace = _number("FASTIPC_REMOTE_GRACE", 10.0)
+    linger = _number("FASTIPC_REMOTE_LINGER", 5.0)
     assert warning is not None
-    return Settings(spin_us=_number("FASTIPC_SPIN_US", None), warning_interval=warning)
+    assert grace is not None
+    assert linger is not None
+    return Settings(
+        spin_us=_number("FASTIPC_SPIN_US", None),
+        warning_interval=warning,
+        host_ip=os.environ.get("FASTIPC_HOST_IP", "").strip(),
+        remote_grace=grace,
+        remote_linger=linger,
+    )
