@@ -300,7 +300,7 @@ class _End:
     @property
     def closed(self) -> bool:
         """True after close()."""
-        return self._end.closed
+        return bool(self._end.closed)
 
     def export_handle(self) -> Handle:
         """What a reader needs to attach; see :class:`fastipc.Handle`."""
@@ -638,12 +638,12 @@ class MessageQueue(_End):
     def qsize(self) -> int:
         """Messages that this reader (or the writer's slowest reader) has not read; a moment's
         view."""
-        return self._end.size()
+        return int(self._end.size())
 
     def empty(self) -> bool:
         """True if nothing is unread (here, or by the writer's slowest reader)."""
         if self._rank is None:
-            return self._end.size() == 0
+            return bool(self._end.size() == 0)
         return not self._end.readable()
 
     def full(self) -> bool:

@@ -1,0 +1,273 @@
+"""What the writer's and a reader's end over TCP share: how a call begins, waits and ends.
+
+Locks: `_turn` orders the calls of an end and is held while one waits; `_lock` guards the socket
+and all state, and is held for moments only. Both are RLocks, because only those know their owner
+at every moment: an exception out of a signal handler can't lose one. `_turn` comes first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from . import _core, keeper
+from .errors import Closed, IPCError
+
+__all__ = ["LOST_SLICE", "SHUT", "SLICE", "STATS", "Notice", "RemoteEnd", "curve_key_pair"]
+
+logger = logging.getLogger("fastipc")
+
+# How long a wait sleeps at most before it looks again: nothing depends on it being short.
+SLICE = 0.25
+# The same while the connection is lost, when the writer's port is asked now and then.
+LOST_SLICE = 0.05
+
+# notice(end, kind, rank, pid, host, seconds, sequence number), as for _core.Endpoint
+Notice = Callable[[Any, str, "int | None", int, str, float, int], None]
+
+_FORKED = (
+    "this end of the queue belongs to the parent process: after fork, use "
+    "MessageQueue.create_from_handle(handle, rank) in the child, with what export_handle() gave "
+    "the parent"
+)
+SHUT = "this end of the queue was shut down or closed"
+
+# what Endpoint.stats has
+STATS = (
+    "messages",
+    "bytes",
+    "bytes_copied",
+    "fragments",
+    "waits",
+    "sleeps",
+    "wakes",
+    "spin_ns",
+    "segment_bytes",
+    "resident_bytes",
+)
+
+
+def until(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def within(timeout: float | None) -> str:
+    return "" if not timeout else f" within {timeout} s"
+
+
+def curve_key_pair() -> tuple[bytes, bytes]:
+    """(public, secret). Raises IPCError where ZMQ has no CURVE."""
+    if not zmq.has("curve"):
+        raise IPCError(
+            "this pyzmq was built without CURVE, so it can't encrypt: install one that was, or "
+            "pass secure=False to let anyone who reaches the port read the queue"
+        )
+    return zmq.curve_keypair()
+
+
+class RemoteEnd:
+    """What both ends share: calls, waiting, threads, fork, the monitor, the end."""
+
+    is_writer: bool
+
+    def __init__(self, notice: Notice) -> None:
+        self._notice = notice
+        self._forks = keeper.forks()
+        self._turn = threading.RLock()
+        self._lock = threading.RLock()
+        self._calls = 0  # begun; the keeper leaves busy ends alone
+        self._calls_seen = -1
+        self._watching = 0  # calls that sleep on the descriptors; the keeper must not drain them
+        self._stopped = False
+        self._closing = False
+        self._gone = False  # the socket has been given back
+        self._wake = keeper.Wake()
+        self._socket: zmq.Socket[bytes]
+        self._monitor: zmq.Socket[bytes]
+        self._fds: tuple[int, int]
+
+    def _open_socket(self, kind: int, linger_ms: int) -> None:
+        self._socket = keeper.open_socket(kind)
+        try:
+            self._socket.linger = linger_ms
+            self._socket.tcp_keepalive = 1
+            self._socket.tcp_keepalive_idle = 10
+            self._socket.tcp_keepalive_intvl = 5
+            self._socket.tcp_keepalive_cnt = 4
+            name = f"inproc://fastipc-monitor-{id(self):x}"
+            self._socket.monitor(name, zmq.EVENT_ALL)
+            self._monitor = keeper.open_socket(zmq.PAIR)
+            # Unbounded: ZMQ's own thread would wait for room, and all connections with it.
+            self._monitor.rcvhwm = 0
+            self._monitor.connect(name)
+        except BaseException:
+            self._give_back()
+            raise
+        self._fds = (int_option(self._socket, zmq.FD), int_option(self._monitor, zmq.FD))
+
+    def _give_back(self, linger_ms: int = 0) -> None:
+        """Locked."""
+        if self._gone:
+            return
+        self._gone = True
+        if hasattr(self, "_monitor"):
+            self._socket.disable_monitor()
+            keeper.close_socket(self._monitor, 0)
+        keeper.close_socket(self._socket, linger_ms)
+        self._wake.close()
+
+    # -- how a call begins, waits and ends
+
+    def _check(self, timeout: float | None = None) -> None:
+        if self._forks != keeper.forks():
+            raise IPCError(_FORKED)
+        if timeout is not None and not timeout >= 0:
+            raise ValueError(
+                f"timeout must be None or a number of seconds of at least 0, not {timeout!r}"
+            )
+        if self._stopped:
+            raise Closed(SHUT)
+
+    @contextmanager
+    def _my_turn(self, deadline: float | None) -> Iterator[bool]:
+        """One call at a time; False when the deadline passed first."""
+        self._calls += 1
+        if _owned(self._turn):
+            raise IPCError(
+                "this thread is inside a call on the same end of the queue already (a signal "
+                "handler, a finalizer, a log handler or a with-block came back)"
+            )
+        try:
+            left = keeper.remaining(deadline)
+            yield self._turn.acquire(timeout=-1 if left is None else left)
+        finally:
+            if _owned(self._turn):
+                self._turn.release()
+
+    def _sleep(self, deadline: float | None, most: float) -> None:
+        """Until something arrives, somebody wakes us, or a little time has passed. The caller has
+        just found nothing under the lock, and holds the turn."""
+        left = keeper.remaining(deadline)
+        seconds = most if left is None else min(left, most)
+        poller = select.poll()
+        for fd in (*self._fds, self._wake.fd):
+            poller.register(fd, select.POLLIN)
+        poller.poll(seconds * 1000)
+        if not self._stopped:
+            self._wake.clear()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """For the time of a wait: the descriptors' edges are this call's, not the keeper's."""
+        watching = False
+        try:
+            with self._lock:
+                self._watching += 1
+                watching = True
+            yield
+        finally:
+            if watching:
+                with self._lock:
+                    self._watching -= 1
+
+    def _pending(self) -> bool:
+        """Locked: whether there is something to receive, after the descriptors were reset."""
+        return bool(has_events(self._socket) or has_events(self._monitor))
+
+    def _monitored(self) -> Iterator[tuple[int, int]]:
+        """Locked: what ZMQ's thread reports of connections: (event, value)."""
+        while has_events(self._monitor):
+            message = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            yield int(message["event"]), int(message["value"])
+
+    # -- the end
+
+    @property
+    def closed(self) -> bool:
+        """True after close."""
+        return self._closing
+
+    def shutdown(self) -> None:
+        """Ends every wait on this end, now and later, with Closed. Any thread, any time."""
+        if self._forks == keeper.forks() and not self._stopped:
+            self._stopped = True
+            self._wake.set()
+
+    def close(self) -> None:
+        """Leaves the queue. Never waits: the keeper delivers what is on its way."""
+        if self._forks != keeper.forks() or self._closing:
+            return
+        self._closing = True
+        self.shutdown()
+        keeper.nudge()
+
+    def discard(self) -> bool:
+        """For the keeper. Gives the socket back unless a call is still inside."""
+        if not self._turn.acquire(blocking=False):
+            self._wake.set()
+            return False
+        try:
+            with self._lock:
+                self._give_back()
+        finally:
+            self._turn.release()
+        return True
+
+    def idle_descriptors(self) -> tuple[int, ...]:
+        """For the keeper."""
+        calls, self._calls_seen = self._calls_seen, self._calls
+        if self._gone or self._watching or (calls != self._calls and not self._closing):
+            return ()
+        return self._fds
+
+    def service(self) -> bool:
+        """For the keeper."""
+        if self._watching or self._gone or not self._lock.acquire(blocking=False):
+            return not self._gone
+        try:
+            if not self._gone:
+                self._look_after(time.monotonic())
+        except Exception:
+            # It would take the keeper from all other ends.
+            logger.exception("looking after an end of a queue failed")
+        finally:
+            self._lock.release()
+        if self._closing and not self._gone and self._delivered():
+            self.discard()
+        return not self._gone
+
+    def _look_after(self, now: float) -> None:
+        raise NotImplementedError
+
+    def _delivered(self) -> bool:
+        raise NotImplementedError
+
+    def address(self) -> tuple[bytes, int, int, int, str]:
+        """As Endpoint.address: where local readers find the segment; there is none."""
+        return b"", os.getpid(), _core.process_start(os.getpid()), -1, ""
+
+
+def int_option(made: zmq.Socket[bytes], option: int) -> int:
+    value = made.getsockopt(option)
+    assert isinstance(value, int)
+    return value
+
+
+def has_events(made: zmq.Socket[bytes]) -> bool:
+    """Whether there is something to receive. Also has the socket take notice of what its thread
+    has done, and resets its descriptor."""
+    return bool(int_option(made, zmq.EVENTS) & zmq.POLLIN)
+
+
+def _owned(lock: Any) -> bool:
+    owned: bool = lock._is_owned()
+    return owned

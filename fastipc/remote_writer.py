@@ -1,0 +1,700 @@
+"""The writer's end of a queue that has readers on other hosts; remote.py tells the whole."""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from . import _core, addresses, keeper, wire
+from .errors import Closed, Full, IPCError, NotReady, PeerDied
+from .hostinfo import host_name
+from .remote_end import (
+    SHUT,
+    SLICE,
+    STATS,
+    Notice,
+    RemoteEnd,
+    curve_key_pair,
+    has_events,
+    until,
+    within,
+)
+from .settings import settings
+
+__all__ = ["RemoteWriter"]
+
+logger = logging.getLogger("fastipc")
+
+# A lost reader that doesn't connect within this time is dead: it costs a living one 20 ms, a
+# round trip, and no help from Python. Below the second in which death is to be reported.
+RECONNECT_SECONDS = 0.75
+# A writer that waits for acknowledgements asks for them after 1 s, 2 s, 4 s, ... 30 s.
+STATUS_SECONDS = 1.0
+STATUS_SECONDS_MOST = 30.0
+# Nothing that a reader says is as long as this, so nobody can make the writer allocate more.
+UPSTREAM_BYTES = 4096
+# ZMQ copies what is shorter faster than it can keep track of it.
+ZERO_COPY_BYTES = 65536
+
+
+@dataclass
+class _Member:
+    """A reader as the writer knows it. `lost` is when its last connection ended, None while it
+    has one."""
+
+    rank: int
+    nonce: bytes
+    pid: int
+    host: str
+    acked: int
+    received: int
+    state: str = "active"  # active, left, dead, evicted
+    lost: float | None = None
+    has_closed: bool = False
+    silenced: bool = False  # its death has been logged
+
+    def __str__(self) -> str:
+        return f"reader rank {self.rank} (pid {self.pid} on {self.host})"
+
+
+@dataclass
+class _Sent:
+    """A message that some reader may still ask for."""
+
+    frame: Any  # zmq.Frame, or what becomes one at each send
+    size: int
+    block: _core.Block = field(repr=False)
+
+
+class RemoteWriter(RemoteEnd):
+    """The writer's end of a queue that has readers on other hosts, and perhaps local ones.
+
+    Args:
+        local: the ring's end for the local readers, or None; this end closes it.
+        local_ranks, remote_ranks: of the readers.
+        host: what to bind, and what the readers connect to unless `wildcard`.
+        wildcard: bind every address instead.
+        credit_messages, credit_bytes: what may be sent and not yet consumed by the slowest remote
+            reader, before send waits; one message larger than this may go alone.
+        secure: encrypt, and let in only who has the key.
+        evict: go on without readers that died.
+
+    Attributes:
+        endpoint: what readers connect to, tcp://host:port.
+        server_key: the capability; "" when not secure.
+    """
+
+    is_writer = True
+
+    def __init__(
+        self,
+        *,
+        queue_id: bytes,
+        local: _core.Endpoint | None,
+        local_ranks: Sequence[int],
+        remote_ranks: Sequence[int],
+        host: str,
+        wildcard: bool,
+        credit_messages: int,
+        credit_bytes: int,
+        secure: bool,
+        evict: bool,
+        notice: Notice,
+    ) -> None:
+        super().__init__(notice)
+        config = settings()
+        self._warn_after = config.warning_interval
+        self._grace = config.remote_grace
+        self._linger = config.remote_linger
+        self._topics = wire.Topics(queue_id)
+        self._local = local
+        self._local_gone = False
+        self._local_ranks = tuple(local_ranks)
+        self._ranks = (*local_ranks, *remote_ranks)
+        self._remote_ranks = tuple(remote_ranks)
+        self._credit_messages = credit_messages
+        self._credit_bytes = credit_bytes
+        self._evict_dead = evict
+        self._ready = False
+
+        self._members: dict[int, _Member] = {}
+        self._connections: Counter[bytes] = Counter()  # by nonce; from subscriptions
+        self._accepted: set[int] = set()  # descriptors, from the monitor
+        self._retained: deque[_Sent] = deque()
+        self._retained_bytes = 0
+        self._base = 0  # the sequence number of the first retained message
+        self._progress = time.monotonic()
+        self._received_least = 0
+        self._next_status = 0.0
+        self._status_seconds = STATUS_SECONDS
+        self._closed_said = 0.0
+        self._sent_messages = self._sent_bytes = self._copied = self._resent = self._waits = 0
+
+        self.server_key = ""
+        self._open_socket(zmq.XPUB, 0)
+        try:
+            s = self._socket
+            s.setsockopt(zmq.XPUB_VERBOSER, 1)
+            s.setsockopt(zmq.XPUB_NODROP, 1)
+            # All that may be unread, once as it is sent and once again, and some words beside it.
+            s.sndhwm = 2 * credit_messages + 256
+            s.rcvhwm = 1024
+            s.maxmsgsize = UPSTREAM_BYTES
+            s.ipv6 = addresses.is_ipv6(host)
+            if secure:
+                public, secret = curve_key_pair()
+                s.curve_server = True
+                s.curve_secretkey = secret
+                s.curve_publickey = public
+                self.server_key = public.decode("ascii")
+            else:
+                logger.warning(
+                    "the queue is neither encrypted nor authenticated (secure=False): anyone who "
+                    "reaches its port can read it"
+                )
+            self._bind(host, wildcard)
+        except BaseException:
+            self._give_back()
+            raise
+        keeper.add(self)
+
+    def _bind(self, host: str, wildcard: bool) -> None:
+        s = self._socket
+        if not wildcard:
+            try:
+                s.bind(addresses.endpoint(host, "*"))
+            except zmq.ZMQError as error:
+                if not addresses.is_foreign(error.errno or 0):
+                    raise OSError(error.errno, f"can't bind {host}: {error.strerror}") from None
+                wildcard = True
+        if wildcard:
+            s.bind("tcp://[::]:*" if addresses.is_ipv6(host) else "tcp://0.0.0.0:*")
+            logger.warning(
+                "the queue listens on every address of this host, and tells its readers %s", host
+            )
+        _, self._port = addresses.split_endpoint(s.getsockopt_string(zmq.LAST_ENDPOINT))
+        self.endpoint = addresses.endpoint(host, self._port)
+
+    def tcp(self) -> tuple[int, tuple[str, int] | None]:
+        """For the keeper."""
+        return self._port, None
+
+    # -- receiving, and keeping account of readers. All of it under the lock.
+
+    @property
+    def _head(self) -> int:
+        return self._base + len(self._retained)
+
+    def _pump(self, now: float) -> None:
+        if self._gone:
+            raise Closed(SHUT)
+        for event, value in self._monitored():
+            if event == zmq.EVENT_ACCEPTED:
+                self._accepted.add(value)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._accepted.discard(value)
+        s = self._socket
+        while has_events(s):
+            try:
+                frames = s.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            if len(frames) == 1 and frames[0]:
+                self._on_frame(frames[0], now)
+
+    def _on_frame(self, data: bytes, now: float) -> None:
+        """Something from a peer, who may be anybody."""
+        if data[0] <= 1:
+            topic = data[1:]
+            if len(topic) == self._topics.one_bytes and topic.startswith(self._topics.one):
+                self._on_connection(topic[len(self._topics.one) :], data[0] == 1, now)
+            return
+        try:
+            if data.startswith(self._topics.writer):
+                kind, body = data[wire.KIND_AT], data[wire.KIND_AT + 1 :]
+                if kind == wire.HELLO:
+                    self._on_hello(wire.Hello.unpack(body), now)
+                elif kind in (wire.ACK, wire.LEFT):
+                    self._on_ack(wire.Ack.unpack(body), kind == wire.LEFT, now)
+            elif data.startswith(wire.MAGIC) and data[wire.KIND_AT] == wire.HELLO:
+                self._refuse_stranger(data)
+        except (struct.error, IndexError):
+            logger.debug("the queue at %s ignored a frame that can't be right", self.endpoint)
+
+    def _on_connection(self, nonce: bytes, begins: bool, now: float) -> None:
+        if begins:
+            self._connections[nonce] += 1
+        else:
+            self._connections[nonce] -= 1
+            if self._connections[nonce] <= 0:
+                del self._connections[nonce]
+        for member in self._members.values():
+            if member.nonce == nonce:
+                if nonce in self._connections:
+                    member.lost = None
+                elif member.lost is None:
+                    member.lost = now
+
+    def _refuse_stranger(self, data: bytes) -> None:
+        """The reader of another queue, or of another version, found this port."""
+        nonce = wire.Hello.unpack(data[wire.KIND_AT + 1 :]).nonce
+        topic = data[: wire.KIND_AT - 1] + b"R" + nonce
+        why = "another queue uses this port now, or one of another version of fastipc"
+        self._say(topic + bytes([wire.REFUSED]) + wire.pack_text(why))
+
+    def _on_hello(self, hello: wire.Hello, now: float) -> None:
+        if hello.rank not in self._remote_ranks:
+            return self._refuse(hello, f"rank {hello.rank} is not one of its remote readers")
+        if hello.nonce not in self._connections:
+            return None  # it has gone again
+        member = self._members.get(hello.rank)
+        if member is not None and member.nonce == hello.nonce:
+            if member.state == "evicted":
+                return self._refuse(hello, "the writer took this reader for dead and evicted it")
+            if member.state == "left":
+                return None
+            member.state, member.lost = "active", None
+        elif hello.wanted != wire.ANY:
+            return self._refuse(
+                hello, "the writer took this reader for dead, and another one has its rank now"
+            )
+        elif member is not None and member.state == "active" and member.lost is None:
+            return self._refuse(
+                hello, f"the rank is taken: pid {member.pid} on {member.host} is attached as it"
+            )
+        else:
+            member = _Member(hello.rank, hello.nonce, hello.pid, hello.host, self._head, self._head)
+            self._members[hello.rank] = member
+            self._trim(now)
+        if hello.wanted == wire.ANY:
+            start = member.acked
+        elif self._base <= hello.wanted <= self._head:
+            start = hello.wanted
+        else:
+            return self._refuse(
+                hello,
+                f"sequence {hello.wanted} was asked for, and the writer has {self._base} to "
+                f"{self._head}",
+            )
+        welcome = wire.Welcome(self._ready, start, self._credit_messages, self._credit_bytes)
+        self._say(self._topics.to_one(hello.nonce, wire.WELCOME, welcome.pack()))
+        self._resend(hello.nonce, start)
+        kind = wire.CLOSED if self._closed_said else wire.STATUS
+        self._say(self._topics.to_one(hello.nonce, kind, wire.pack_number(self._head)))
+        return None
+
+    def _refuse(self, hello: wire.Hello, why: str) -> None:
+        self._say(self._topics.to_one(hello.nonce, wire.REFUSED, wire.pack_text(why)))
+
+    def _resend(self, nonce: bytes, start: int) -> None:
+        prefix = self._topics.to_one(nonce, wire.RESEND)
+        for i in range(start - self._base, len(self._retained)):
+            self._resent += 1
+            self._say(prefix, self._retained[i].frame)
+
+    def _on_ack(self, ack: wire.Ack, left: bool, now: float) -> None:
+        for member in self._members.values():
+            if member.nonce == ack.nonce:
+                break
+        else:
+            return
+        if not member.acked <= ack.consumed <= ack.received <= self._head:
+            return  # overtaken by a later one, or made up
+        if ack.received > member.received:
+            self._progress = now
+        member.acked, member.received = ack.consumed, max(ack.received, member.received)
+        member.has_closed |= ack.has_closed
+        if left and member.state in ("active", "dead"):
+            member.state = "left"
+        self._trim(now)
+
+    def _counted(self) -> list[_Member]:
+        """The readers that messages are kept for."""
+        return [m for m in self._members.values() if m.state in ("active", "dead")]
+
+    def _trim(self, now: float) -> None:
+        """Forgets what every counted reader has consumed."""
+        least = min((m.acked for m in self._counted()), default=self._head)
+        if least > self._base:
+            self._progress = now
+            self._status_seconds = STATUS_SECONDS
+            self._next_status = now + STATUS_SECONDS
+        while self._base < least:
+            self._retained_bytes -= self._retained.popleft().size
+            self._base += 1
+
+    def _judge(self, now: float) -> None:
+        """Who has been lost for too long is dead: soon if nobody is connecting, and later if
+        somebody is, who may be the one."""
+        lost = [m for m in self._members.values() if m.state == "active" and m.lost is not None]
+        if not lost:
+            return
+        connecting = len(self._accepted) > sum(self._connections.values())
+        for member in lost:
+            assert member.lost is not None
+            limit = self._grace if connecting else min(RECONNECT_SECONDS, self._grace)
+            if now - member.lost < limit:
+                continue
+            if self._evict_dead:
+                member.state = "evicted"
+                self._notice(
+                    self, "evicted", member.rank, member.pid, member.host, now - member.lost, 0
+                )
+                self._trim(now)
+            else:
+                member.state = "dead"
+
+    # -- sending. All of it under the lock.
+
+    def _say(self, *frames: Any) -> None:
+        """Sends past queues that are full: see the module's docstring."""
+        s = self._socket
+        for i, frame in enumerate(frames):
+            more = zmq.SNDMORE if i + 1 < len(frames) else 0
+            # At exit pyzmq's own thread may be gone, which zero-copy needs.
+            try:
+                s.send(frame, zmq.NOBLOCK | more, copy=False)
+            except zmq.Again:
+                s.setsockopt(zmq.XPUB_NODROP, 0)
+                try:
+                    s.send(frame, zmq.NOBLOCK | more, copy=False)
+                finally:
+                    s.setsockopt(zmq.XPUB_NODROP, 1)
+
+    def _ask(self, now: float) -> None:
+        """Has readers acknowledge what they have if that is overdue: should the last messages be
+        lost, nothing else would tell them."""
+        if not self._retained or now < self._next_status:
+            return
+        self._next_status = now + self._status_seconds
+        self._status_seconds = min(2 * self._status_seconds, STATUS_SECONDS_MOST)
+        self._say(self._topics.to_all(wire.STATUS, self._head))
+
+    def _publish(self, block: _core.Block, bare: bool, size: int) -> None:
+        """Gives the message its number, and sends it. Once it is retained it will be delivered,
+        whatever becomes of the rest of this."""
+        with self._lock:
+            flags = wire.BARE if bare else 0
+            wire.FRAME.pack_into(block, 0, self._topics.all, wire.DATA, flags, self._head)
+            now = time.monotonic()
+            frame = zmq.Frame(block, copy=size < ZERO_COPY_BYTES)
+            if self._counted():
+                if not self._retained:
+                    self._progress = now
+                    self._status_seconds = STATUS_SECONDS
+                    self._next_status = now + STATUS_SECONDS
+                self._retained_bytes += size
+                self._retained.append(_Sent(frame, size, block))
+            else:
+                self._base += 1
+            self._sent_messages += 1
+            self._sent_bytes += size - wire.FRAME.size
+            self._copied += size - wire.FRAME.size
+            self._say(frame)
+
+    def send(
+        self, items: list[Any], joined: int, timeout: float | None = None, tag: int = 0
+    ) -> None:
+        """As Endpoint.send, to every reader here and elsewhere."""
+        self._check(timeout)
+        if not self._ready:
+            raise NotReady(
+                "readers on other hosts get only what is sent after they have joined: call "
+                "wait_until_ready() before the first message",
+                tuple(self.missing()),
+            )
+        deadline = until(timeout)
+        # The one copy, made before anybody is kept waiting.
+        block, bare = _core.join(items, joined, wire.FRAME.size)
+        size = len(block)
+        with self._my_turn(deadline) as mine:
+            if not mine:
+                raise Full("another thread is sending" + within(timeout))
+            self._reserve(size, deadline, timeout)
+            seq = self._head
+            before = self._local_messages()
+            try:
+                self._send_local(items, joined, deadline, tag)
+                self._publish(block, bare, size)
+            except BaseException:
+                # A signal handler may raise just after the ring took the message: then the
+                # others get it, too.
+                if self._head == seq and (
+                    self._local_gone or self._local_messages() > before or self._local is None
+                ):
+                    self._publish(block, bare, size)
+                raise
+
+    def _local_messages(self) -> int:
+        if self._local is None or self._local.closed:
+            return 0
+        return self._local.stats()["messages"]
+
+    def _send_local(self, items: list[Any], joined: int, deadline: float | None, tag: int) -> None:
+        if self._local is None or self._local_gone:
+            return
+        try:
+            self._local.send(items, joined, keeper.remaining(deadline), tag)
+        except Closed:
+            if self._stopped:
+                raise
+            # All local readers have left; there are others.
+            self._local_gone = True
+            with self._lock:
+                self._raise_if_gone()
+
+    def _raise_if_gone(self) -> None:
+        """Locked: a reason why nothing can be sent."""
+        if self._stopped:
+            raise Closed(SHUT)
+        for member in self._members.values():
+            if member.state == "dead":
+                raise PeerDied(
+                    f"{member} died without closing the queue, or its host can't be reached",
+                    member.rank,
+                    member.pid,
+                    member.host,
+                )
+        if (self._local is None or self._local_gone) and not self._counted():
+            raise Closed("every reader has left the queue")
+
+    def _room(self, size: int) -> bool:
+        """Locked: whether that much may be sent to the remote readers."""
+        return not self._retained or (
+            len(self._retained) < self._credit_messages
+            and self._retained_bytes + size <= self._credit_bytes
+        )
+
+    def _slowest(self) -> _Member | None:
+        return min(self._counted(), key=lambda m: m.acked, default=None)
+
+    def _may_send(self, size: int) -> bool:
+        """Locked: takes notice of what has arrived. Raises when nothing can be sent."""
+        now = time.monotonic()
+        self._pump(now)
+        self._judge(now)
+        self._raise_if_gone()
+        if self._room(size):
+            return True
+        self._ask(now)
+        return False
+
+    def _reserve(self, size: int, deadline: float | None, timeout: float | None) -> None:
+        """Waits for credit. Only the holder of the turn uses it up, so it stays."""
+        with self._lock:
+            if self._may_send(size):
+                return
+        begun = time.monotonic()
+        warned = begun
+        self._waits += 1
+        with self._watched():
+            while True:
+                with self._lock:
+                    if self._may_send(size):
+                        return
+                    pending = self._pending()
+                    slowest = self._slowest()
+                    base = self._base
+                now = time.monotonic()
+                if deadline is not None and now >= deadline:
+                    raise Full(
+                        "no room in the queue"
+                        + within(timeout)
+                        + (f": {slowest} has not read enough of it" if slowest else "")
+                    )
+                if slowest is not None and 0 < self._warn_after <= now - warned:
+                    warned = now
+                    self._notice(
+                        self,
+                        "waiting",
+                        slowest.rank,
+                        slowest.pid,
+                        slowest.host,
+                        now - begun,
+                        base,
+                    )
+                if not pending:
+                    self._sleep(deadline, SLICE)
+
+    # -- readiness, and what is known of readers
+
+    def wait_ready(self, timeout: float | None = None) -> bool:
+        """As Endpoint.wait_ready: every rank here and elsewhere has attached."""
+        self._check(timeout)
+        deadline = until(timeout)
+        with self._my_turn(deadline) as mine:
+            if not mine:
+                return False
+            local = None if self._local_gone else self._local
+            if local is not None and not local.wait_ready(timeout):
+                return False
+            return self._wait_members(deadline)
+
+    def _wait_members(self, deadline: float | None) -> bool:
+        begun = time.monotonic()
+        warned = begun
+        with self._watched():
+            while True:
+                with self._lock:
+                    now = time.monotonic()
+                    self._pump(now)
+                    self._judge(now)
+                    self._raise_if_gone_early()
+                    if len(self._members) == len(self._remote_ranks):
+                        if not self._ready:
+                            self._ready = True
+                            self._say(self._topics.to_all(wire.READY))
+                        return True
+                    pending = self._pending()
+                if deadline is not None and now >= deadline:
+                    return False
+                if 0 < self._warn_after <= now - warned:
+                    warned = now
+                    self._notice(self, "waiting", self.missing()[0], 0, "", now - begun, 0)
+                if not pending:
+                    self._sleep(deadline, SLICE)
+
+    def _raise_if_gone_early(self) -> None:
+        if self._stopped or any(m.state == "dead" for m in self._members.values()):
+            self._raise_if_gone()
+
+    def missing(self) -> list[int]:
+        """The ranks that have never attached, as far as the writer has noticed."""
+        local = [] if self._local is None or self._local.closed else self._local.missing()
+        return [*local, *(rank for rank in self._remote_ranks if rank not in self._members)]
+
+    def peer(self, reader: int | None) -> tuple[str, int, str, int]:
+        """As Endpoint.peer."""
+        self._check()
+        if reader is None:
+            return "active", os.getpid(), host_name(), 0
+        if reader < len(self._local_ranks):
+            assert self._local is not None
+            return self._local.peer(reader)
+        with self._lock:
+            member = self._members.get(self._ranks[reader])
+            if member is None:
+                return "free", 0, "", 0
+            state = "left" if member.state == "evicted" else member.state
+            return state, member.pid, member.host, self._head - member.acked
+
+    def evict(self, reader: int) -> None:
+        """As Endpoint.evict."""
+        self._check()
+        if reader < len(self._local_ranks):
+            assert self._local is not None
+            self._local.evict(reader)
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._pump(now)
+            self._judge(now)
+            member = self._members.get(self._ranks[reader])
+            if member is None or member.state != "dead":
+                raise ValueError(f"reader rank {self._ranks[reader]} is not dead")
+            member.state = "evicted"
+            self._trim(now)
+
+    def stats(self) -> dict[str, int]:
+        """As Endpoint.stats, and of the remote part: ``remote_messages`` and ``remote_bytes``
+        (sent), ``remote_unread`` and ``remote_unread_bytes`` (kept for readers), and
+        ``remote_resent``."""
+        stats: dict[str, int] = (
+            dict.fromkeys(STATS, 0) if self._local is None else dict(self._local.stats())
+        )
+        with self._lock:
+            if self._local is None:
+                stats["messages"], stats["bytes"] = self._sent_messages, self._sent_bytes
+            stats["bytes_copied"] += self._copied
+            stats["waits"] += self._waits
+            stats["remote_messages"] = self._sent_messages
+            stats["remote_bytes"] = self._sent_bytes
+            stats["remote_unread"] = len(self._retained)
+            stats["remote_unread_bytes"] = self._retained_bytes
+            stats["remote_resent"] = self._resent
+        return stats
+
+    def size(self) -> int:
+        """Messages that the slowest reader, here or elsewhere, has not read."""
+        self._check()
+        local = 0 if self._local is None or self._local_gone else self._local.size()
+        with self._lock:
+            self._pump(time.monotonic())
+            return max(local, len(self._retained))
+
+    def has_room(self) -> bool:
+        """Whether a small message would go at once."""
+        self._check()
+        if self._local is not None and not self._local_gone and not self._local.has_room():
+            return False
+        with self._lock:
+            self._pump(time.monotonic())
+            return self._room(wire.FRAME.size + 64)
+
+    def address(self) -> tuple[bytes, int, int, int, str]:
+        """As Endpoint.address."""
+        return super().address() if self._local is None else self._local.address()
+
+    # -- the end
+
+    def shutdown(self) -> None:
+        """As Endpoint.shutdown."""
+        super().shutdown()
+        if self._local is not None:
+            self._local.shutdown()
+
+    def close(self) -> None:
+        """As Endpoint.close. What remote readers have not received yet is sent to them by the
+        keeper, for as long as some of it arrives every few seconds."""
+        if self._closing or self._forks != keeper.forks():
+            return
+        super().shutdown()  # first: what then ends the ring's calls isn't that everyone left
+        if self._local is not None:
+            self._local.close()
+        super().close()
+
+    def _look_after(self, now: float) -> None:
+        self._pump(now)
+        self._judge(now)
+        self._ask(now)
+        if self._closing and not self._closed_said:
+            self._closed_said = self._progress = now
+            self._say(self._topics.to_all(wire.CLOSED, self._head))
+
+    def _undelivered(self) -> list[_Member]:
+        return [
+            m
+            for m in self._members.values()
+            if m.state == "active" and not (m.has_closed and m.received == self._head)
+        ]
+
+    def _delivered(self) -> bool:
+        if not self._closed_said:
+            return False
+        return not self._undelivered() or time.monotonic() - self._progress > self._linger
+
+    def hopeless(self) -> bool:
+        """For the keeper: nobody who has not got everything is connected."""
+        now = time.monotonic()
+        with self._lock:
+            return self._closed_said > 0 and all(
+                m.lost is not None and now - m.lost > RECONNECT_SECONDS for m in self._undelivered()
+            )
+
+    # -- what only readers do
+
+    def recv(self, timeout: float | None = None) -> bytes | list[_core.Block]:
+        raise IPCError("this is the writer's end")
+
+    wait_readable = recv
+
+    def readable(self) -> bool:
+        raise IPCError("this is the writer's end")
