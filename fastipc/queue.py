@@ -529,12 +529,12 @@ class MessageQueue(_End):
     def _use_serializer(self) -> None:
         use_pickle(self._end)
         # bound once: these are the calls that every message makes
-        self._put: Callable[..., Any] = self._end.put
-        self._get: Callable[..., Any] = self._end.get
+        self._put: Callable[..., Any] = _not_the_writer
+        self._get: Callable[..., Any] = _not_a_reader
         if self._rank is None:
-            self._get = _not_a_reader
+            self._put = self._end.put
         else:
-            self._put = _not_the_writer
+            self._get = self._end.get
         # These two are called for every message. Where no subclass has its own, the end's methods
         # take their place: a Python frame less is a third less for a small message.
         if type(self).enqueue is MessageQueue.enqueue:

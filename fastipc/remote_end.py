@@ -89,6 +89,9 @@ class RemoteEnd:
         self._watching = 0  # calls that sleep on the descriptors; the keeper must not drain them
         self._stopped = False
         self._closing = False
+        self._dump: Callable[[Any], tuple[list[Any], int]]
+        self._load_one: Callable[[bytes], Any]
+        self._load_many: Callable[[list[_core.Block]], Any]
         self._gone = False  # the socket has been given back
         self._wake = keeper.Wake()
         self._socket: zmq.Socket[bytes]
@@ -188,6 +191,17 @@ class RemoteEnd:
         while has_events(self._monitor):
             message = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
             yield int(message["event"]), int(message["value"])
+
+    def use_serializer(
+        self,
+        dump: Callable[[Any], tuple[list[Any], int]],
+        load_one: Callable[[bytes], Any],
+        load_many: Callable[[list[_core.Block]], Any],
+    ) -> None:
+        """As Endpoint.use_serializer."""
+        self._dump = dump
+        self._load_one = load_one
+        self._load_many = load_many
 
     # -- the end
 

@@ -83,6 +83,7 @@ class RemoteReader(RemoteEnd):
         self._asking = False  # a HELLO is out, and what is missing has not come yet
         self._closed_at: int | None = None  # the writer's last sequence number, once it has closed
         self._failure: Callable[[], IPCError] | None = None
+        self._deferred: BaseException | None = None
 
         self._linked = False  # a handshake has succeeded, and the connection stands
         self._connected = False  # the TCP connection stands
@@ -362,6 +363,20 @@ class RemoteReader(RemoteEnd):
                         self._waits += 1
                     self._sleep(deadline, SLICE if linked else LOST_SLICE)
 
+    def defer(self, error: BaseException) -> None:
+        """As Endpoint.defer."""
+        self._deferred = error
+
+    def get(self, timeout: float | None = None, indefinite: bool = False) -> Any:
+        """As Endpoint.get."""
+        if self._deferred is not None:
+            error, self._deferred = self._deferred, None
+            raise error
+        message = self.recv(timeout)
+        if isinstance(message, bytes):
+            return self._load_one(message)
+        return self._load_many(message)
+
     def _has_message(self) -> bool:
         return bool(self._inbox)
 
@@ -465,15 +480,8 @@ class RemoteReader(RemoteEnd):
         return len(self._inbox)
 
     def has_room(self) -> bool:
+        """False: a reader has nothing to send."""
         return False
-
-    def send(
-        self, items: list[Any], joined: int, timeout: float | None = None, tag: int = 0
-    ) -> None:
-        raise IPCError("this is a reader's end")
-
-    def evict(self, reader: int) -> None:
-        raise IPCError("this is a reader's end")
 
     # -- the end
 

@@ -14,7 +14,7 @@ from typing import Any
 import zmq
 
 from . import _core, addresses, keeper, wire
-from .errors import Closed, Full, IPCError, NotReady, PeerDied
+from .errors import Closed, Full, NotReady, PeerDied
 from .hostinfo import host_name
 from .remote_end import (
     SHUT,
@@ -400,9 +400,13 @@ class RemoteWriter(RemoteEnd):
             self._copied += size - wire.FRAME.size
             self._say(frame)
 
-    def send(
-        self, items: list[Any], joined: int, timeout: float | None = None, tag: int = 0
-    ) -> None:
+    def put(self, obj: Any, timeout: float | None = None) -> None:
+        """As Endpoint.put."""
+        self._check(timeout)
+        items, joined = self._dump(obj)
+        self.send(items, joined, timeout)
+
+    def send(self, items: list[Any], joined: int, timeout: float | None = None) -> None:
         """As Endpoint.send, to every reader here and elsewhere."""
         self._check(timeout)
         if not self._ready:
@@ -422,7 +426,7 @@ class RemoteWriter(RemoteEnd):
             seq = self._head
             before = self._local_messages()
             try:
-                self._send_local(items, joined, deadline, tag)
+                self._send_local(items, joined, deadline)
                 self._publish(block, bare, size)
             except BaseException:
                 # A signal handler may raise just after the ring took the message: then the
@@ -438,11 +442,11 @@ class RemoteWriter(RemoteEnd):
             return 0
         return self._local.stats()["messages"]
 
-    def _send_local(self, items: list[Any], joined: int, deadline: float | None, tag: int) -> None:
+    def _send_local(self, items: list[Any], joined: int, deadline: float | None) -> None:
         if self._local is None or self._local_gone:
             return
         try:
-            self._local.send(items, joined, keeper.remaining(deadline), tag)
+            self._local.send(items, joined, keeper.remaining(deadline))
         except Closed:
             if self._stopped:
                 raise
@@ -688,13 +692,3 @@ class RemoteWriter(RemoteEnd):
             return self._closed_said > 0 and all(
                 m.lost is not None and now - m.lost > RECONNECT_SECONDS for m in self._undelivered()
             )
-
-    # -- what only readers do
-
-    def recv(self, timeout: float | None = None) -> bytes | list[_core.Block]:
-        raise IPCError("this is the writer's end")
-
-    wait_readable = recv
-
-    def readable(self) -> bool:
-        raise IPCError("this is the writer's end")
