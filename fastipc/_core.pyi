@@ -1,5 +1,6 @@
 import pickle
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, final
 
 from _typeshed import ReadableBuffer
@@ -41,6 +42,12 @@ class Sink:
 class PicklerPool:
     def __init__(self, make: Callable[[Sink], pickle.Pickler]) -> None: ...
     def dump(self, obj: Any) -> tuple[list[Any], int]: ...
+
+@final
+class Turn:
+    @property
+    def taken(self) -> bool: ...
+    def within(self, seconds: float | None = None) -> AbstractContextManager[bool]: ...
 
 @final
 class Loan:

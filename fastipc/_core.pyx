@@ -23,6 +23,8 @@ from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport UINT64_MAX, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
+from _thread import allocate_lock as _allocate_lock, get_ident as _get_ident
+
 from .fipc cimport *
 
 import os
@@ -388,6 +390,62 @@ def split(data, Py_ssize_t offset, bint bare):
     if rc != FIPC_OK:
         _raise(rc, &e)
     return _blocks(&m)
+
+
+# ---- whose turn it is ---------------------------------------------------------------------------
+
+@cython.final
+cdef class Turn:
+    """A lock with a deadline that no signal handler's exception can lose: as a with-statement
+    takes and gives it back, no Python code runs in between.
+
+        with turn.within(seconds) as mine: ...      mine is False when the time was over first
+
+    A thread that has it and asks again (a signal handler, a finalizer) gets IPCError."""
+
+    cdef object lock
+    cdef object owner
+
+    def __cinit__(self):
+        self.lock = _allocate_lock()
+        self.owner = None
+
+    @property
+    def taken(self):
+        """Whether somebody has it."""
+        return self.owner is not None
+
+    def within(self, seconds=None):
+        """For a with-statement; None waits for ever."""
+        cdef _Taking taking = _Taking.__new__(_Taking)
+        taking.turn = self
+        taking.seconds = -1 if seconds is None else min(seconds, 1e6)
+        return taking
+
+
+@cython.final
+cdef class _Taking:
+    cdef Turn turn
+    cdef object seconds
+    cdef bint mine
+
+    def __enter__(self):
+        me = _get_ident()
+        if self.turn.owner == me:
+            raise IPCError("this thread is inside a call on the same end of the queue already (a "
+                           "signal handler, a finalizer, a log handler or a with-block came back)")
+        # (this raises what a handler raises only when it has not got the lock)
+        if self.turn.lock.acquire(self.seconds != 0, self.seconds if self.seconds else -1):
+            self.turn.owner = me
+            self.mine = True
+        return bool(self.mine)
+
+    def __exit__(self, *_):
+        if self.mine:
+            self.mine = False
+            self.turn.owner = None
+            self.turn.lock.release()
+        return False
 
 
 # ---- one end of a queue -----------------------------------------------------------------------

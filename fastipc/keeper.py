@@ -1,12 +1,11 @@
 """What the remote ends of a process share: the ZMQ context, a thread that looks after ends while
 nobody is calling them, and what happens at fork and at exit.
 
-A call works its end's socket itself, under the end's lock, so that a message goes from the caller
-to ZMQ's own thread without waiting for another Python thread to get the GIL (that can take 5 ms
-when the caller goes on computing). What must happen between calls (a reader that joins or comes
-back, an acknowledgement that is due, a close that is still being delivered) is done by the one
-keeper thread, which sleeps on the descriptors of those ends that are idle, and leaves those alone
-that are in use.
+A call sends on its end's socket itself, and receives itself as a reader, under the end's lock: so
+a message goes from the caller to ZMQ's own thread without waiting for another Python thread to get
+the GIL, which can take 5 ms when the caller goes on computing. Everything else (what readers say
+to a writer, connections that come and go, acknowledgements that are due, a close that is still
+being delivered) is done by the one keeper thread, which sleeps on the descriptors of all ends.
 """
 
 from __future__ import annotations
@@ -41,6 +40,8 @@ __all__ = [
 # An idle end is looked at this often, in seconds, whatever its descriptors say: what a lost
 # wake-up costs. As long as a sleep on the ring.
 TICK = 0.25
+# The same while a connection is lost or being made.
+SOON = 0.05
 # At exit, how long a call in another thread may take to notice that its end was closed.
 EXIT_SECONDS = 1.0
 
@@ -48,8 +49,11 @@ EXIT_SECONDS = 1.0
 class Ends(Protocol):
     """What the keeper needs of an end. No method may wait or raise."""
 
-    def idle_descriptors(self) -> tuple[int, ...]:
-        """To be woken by; () while some call is at work, or has been since the last time."""
+    def descriptors(self) -> tuple[int, ...]:
+        """What to be woken by. Service resets them."""
+
+    def patience(self) -> float:
+        """When to look again though nothing happens, in seconds."""
 
     def service(self) -> bool:
         """Does what is due; False: closed, and nothing will be due again."""
@@ -132,7 +136,7 @@ class _Keeper:
     def _run(self) -> None:
         while not self._stop:
             self.admit()
-            self.sleep(TICK)
+            self.sleep(min((end.patience() for end in self.ends), default=TICK))
             self._wake.clear()
             self.admit()
             self.service()
@@ -142,7 +146,7 @@ class _Keeper:
         if not self._stop:
             poller.register(self._wake.fd, select.POLLIN)
         for end in self.ends:
-            for fd in end.idle_descriptors():
+            for fd in end.descriptors():
                 poller.register(fd, select.POLLIN)
         poller.poll(seconds * 1000)
 

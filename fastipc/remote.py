@@ -24,7 +24,7 @@ from typing import Any
 
 from . import _core, keeper
 from .errors import Closed, IPCError
-from .remote_end import LOST_SLICE, SLICE, until
+from .remote_end import SLICE, until
 from .remote_reader import RemoteReader
 from .remote_writer import RemoteWriter
 
@@ -55,13 +55,13 @@ def wait_any(ends: Sequence[Any], timeout: float | None = None) -> list[int]:
             if local:
                 watcher = _watch(local)
                 poller.register(watcher.wake.fd, select.POLLIN)
-            most = SLICE
             for end in remote:
-                for fd in (*end._fds, end._wake.fd):
-                    poller.register(fd, select.POLLIN)
-                if not end._linked:
-                    most = LOST_SLICE
-            poller.poll((most if left is None else min(left, most)) * 1000)
+                poller.register(end._fd, select.POLLIN)
+                poller.register(end._wake.fd, select.POLLIN)
+            poller.poll((SLICE if left is None else min(left, SLICE)) * 1000)
+            for end in remote:
+                if not end._stopped:
+                    end._wake.clear()
     finally:
         if watcher is not None:
             watcher.armed.clear()

@@ -1,38 +1,45 @@
 """What the writer's and a reader's end over TCP share: how a call begins, waits and ends.
 
 Locks: `_turn` orders the calls of an end and is held while one waits; `_lock` guards the socket
-and all state, and is held for moments only. Both are RLocks, because only those know their owner
-at every moment: an exception out of a signal handler can't lose one. `_turn` comes first.
+and all state, and is held for moments only. `_turn` comes first.
+
+A signal handler of the user's may raise between any two lines that the main thread runs here. So
+every change that counts is made by one operation (an append, an assignment), from which the rest
+is derived; no lock is taken or given back by Python code; and what ZMQ can lose in that way (pyzmq
+looks for signals after it has taken a message from a socket) is either asked for again, or
+received by the keeper's thread, where no handlers run: what readers say, and what becomes of
+connections.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import select
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from . import _core, keeper
 from .errors import Closed, IPCError
 
-__all__ = ["LOST_SLICE", "SHUT", "SLICE", "STATS", "Notice", "RemoteEnd", "curve_key_pair"]
+__all__ = ["SHUT", "SLICE", "STATS", "Notice", "RemoteEnd", "curve_key_pair"]
 
 logger = logging.getLogger("fastipc")
 
 # How long a wait sleeps at most before it looks again: nothing depends on it being short.
 SLICE = 0.25
-# The same while the connection is lost, when the writer's port is asked now and then.
-LOST_SLICE = 0.05
 
 # notice(end, kind, rank, pid, host, seconds, sequence number), as for _core.Endpoint
 Notice = Callable[[Any, str, "int | None", int, str, float, int], None]
+
+_numbers = itertools.count()
+_EVENT = struct.Struct("=hi")  # of a socket's monitor: which, and a value
 
 _FORKED = (
     "this end of the queue belongs to the parent process: after fork, use "
@@ -82,11 +89,8 @@ class RemoteEnd:
     def __init__(self, notice: Notice) -> None:
         self._notice = notice
         self._forks = keeper.forks()
-        self._turn = threading.RLock()
+        self._turn = _core.Turn()
         self._lock = threading.RLock()
-        self._calls = 0  # begun; the keeper leaves busy ends alone
-        self._calls_seen = -1
-        self._watching = 0  # calls that sleep on the descriptors; the keeper must not drain them
         self._stopped = False
         self._closing = False
         self._dump: Callable[[Any], tuple[list[Any], int]]
@@ -96,7 +100,7 @@ class RemoteEnd:
         self._wake = keeper.Wake()
         self._socket: zmq.Socket[bytes]
         self._monitor: zmq.Socket[bytes]
-        self._fds: tuple[int, int]
+        self._fd = self._monitor_fd = -1
 
     def _open_socket(self, kind: int, linger_ms: int) -> None:
         self._socket = keeper.open_socket(kind)
@@ -106,7 +110,8 @@ class RemoteEnd:
             self._socket.tcp_keepalive_idle = 10
             self._socket.tcp_keepalive_intvl = 5
             self._socket.tcp_keepalive_cnt = 4
-            name = f"inproc://fastipc-monitor-{id(self):x}"
+            # a number of its own: ZMQ forgets a name some time after its socket was closed
+            name = f"inproc://fastipc-monitor-{next(_numbers)}"
             self._socket.monitor(name, zmq.EVENT_ALL)
             self._monitor = keeper.open_socket(zmq.PAIR)
             # Unbounded: ZMQ's own thread would wait for room, and all connections with it.
@@ -115,7 +120,8 @@ class RemoteEnd:
         except BaseException:
             self._give_back()
             raise
-        self._fds = (int_option(self._socket, zmq.FD), int_option(self._monitor, zmq.FD))
+        self._fd = int_option(self._socket, zmq.FD)
+        self._monitor_fd = int_option(self._monitor, zmq.FD)
 
     def _give_back(self, linger_ms: int = 0) -> None:
         """Locked."""
@@ -128,7 +134,7 @@ class RemoteEnd:
         keeper.close_socket(self._socket, linger_ms)
         self._wake.close()
 
-    # -- how a call begins, waits and ends
+    # -- how a call begins and waits
 
     def _check(self, timeout: float | None = None) -> None:
         if self._forks != keeper.forks():
@@ -140,57 +146,24 @@ class RemoteEnd:
         if self._stopped:
             raise Closed(SHUT)
 
-    @contextmanager
-    def _my_turn(self, deadline: float | None) -> Iterator[bool]:
-        """One call at a time; False when the deadline passed first."""
-        self._calls += 1
-        if _owned(self._turn):
-            raise IPCError(
-                "this thread is inside a call on the same end of the queue already (a signal "
-                "handler, a finalizer, a log handler or a with-block came back)"
-            )
-        try:
-            left = keeper.remaining(deadline)
-            yield self._turn.acquire(timeout=-1 if left is None else left)
-        finally:
-            if _owned(self._turn):
-                self._turn.release()
-
-    def _sleep(self, deadline: float | None, most: float) -> None:
-        """Until something arrives, somebody wakes us, or a little time has passed. The caller has
-        just found nothing under the lock, and holds the turn."""
+    def _sleep(self, deadline: float | None, most: float, *descriptors: int) -> None:
+        """Until a descriptor is readable, somebody wakes us, or a little time has passed. The
+        caller has the turn, and has just found nothing under the lock."""
         left = keeper.remaining(deadline)
-        seconds = most if left is None else min(left, most)
         poller = select.poll()
-        for fd in (*self._fds, self._wake.fd):
+        for fd in (*descriptors, self._wake.fd):
             poller.register(fd, select.POLLIN)
-        poller.poll(seconds * 1000)
+        poller.poll((most if left is None else min(left, most)) * 1000)
         if not self._stopped:
             self._wake.clear()
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """For the time of a wait: the descriptors' edges are this call's, not the keeper's."""
-        watching = False
-        try:
-            with self._lock:
-                self._watching += 1
-                watching = True
-            yield
-        finally:
-            if watching:
-                with self._lock:
-                    self._watching -= 1
-
-    def _pending(self) -> bool:
-        """Locked: whether there is something to receive, after the descriptors were reset."""
-        return bool(has_events(self._socket) or has_events(self._monitor))
 
     def _monitored(self) -> Iterator[tuple[int, int]]:
         """Locked: what ZMQ's thread reports of connections: (event, value)."""
         while has_events(self._monitor):
-            message = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
-            yield int(message["event"]), int(message["value"])
+            frame = self._monitor.recv(zmq.NOBLOCK, copy=False)
+            # The second frame, an address, is of no use here.
+            if frame.more:
+                yield _EVENT.unpack(frame.bytes)
 
     def use_serializer(
         self,
@@ -226,35 +199,23 @@ class RemoteEnd:
 
     def discard(self) -> bool:
         """For the keeper. Gives the socket back unless a call is still inside."""
-        if not self._turn.acquire(blocking=False):
-            self._wake.set()
-            return False
-        try:
+        with self._turn.within(0) as mine:
+            if not mine:
+                self._wake.set()
+                return False
             with self._lock:
                 self._give_back()
-        finally:
-            self._turn.release()
-        return True
-
-    def idle_descriptors(self) -> tuple[int, ...]:
-        """For the keeper."""
-        calls, self._calls_seen = self._calls_seen, self._calls
-        if self._gone or self._watching or (calls != self._calls and not self._closing):
-            return ()
-        return self._fds
+            return True
 
     def service(self) -> bool:
         """For the keeper."""
-        if self._watching or self._gone or not self._lock.acquire(blocking=False):
-            return not self._gone
         try:
-            if not self._gone:
-                self._look_after(time.monotonic())
+            with self._lock:
+                if not self._gone:
+                    self._look_after(time.monotonic())
         except Exception:
             # It would take the keeper from all other ends.
             logger.exception("looking after an end of a queue failed")
-        finally:
-            self._lock.release()
         if self._closing and not self._gone and self._delivered():
             self.discard()
         return not self._gone
@@ -280,8 +241,3 @@ def has_events(made: zmq.Socket[bytes]) -> bool:
     """Whether there is something to receive. Also has the socket take notice of what its thread
     has done, and resets its descriptor."""
     return bool(int_option(made, zmq.EVENTS) & zmq.POLLIN)
-
-
-def _owned(lock: Any) -> bool:
-    owned: bool = lock._is_owned()
-    return owned

@@ -18,7 +18,6 @@ from . import _core, addresses, keeper, wire
 from .errors import Closed, DecodeError, Empty, HandleMismatch, IPCError, NotReady, PeerDied
 from .hostinfo import host_name
 from .remote_end import (
-    LOST_SLICE,
     SHUT,
     SLICE,
     STATS,
@@ -36,6 +35,8 @@ __all__ = ["RemoteReader"]
 # The first attempt to come back, in milliseconds; then longer and longer ones.
 RECONNECT_IVL_MS = 20
 RECONNECT_IVL_MOST_MS = 1000
+# A question to the writer that was not answered is put again after this time.
+ASK_AGAIN_SECONDS = 1.0
 # Handshakes that fail in a row, before a reader that was never let in believes it.
 REFUSALS = 5
 REFUSALS_SECONDS = 1.0
@@ -72,15 +73,17 @@ class RemoteReader(RemoteEnd):
         self._nonce = wire.new_nonce()
         self._own = self._topics.own(self._nonce)
 
-        self._inbox: deque[tuple[Any, int, bool]] = deque()  # frame, its size, bare
+        # What has arrived: (sequence number, frame, its size, bare); see _next and _consumed.
+        self._inbox: deque[tuple[int, zmq.Frame, int, bool]] = deque()
         self._welcomed = False
         self._ready = False
-        self._next = 0  # the next sequence number to receive
+        self._consumed = 0  # all sequence numbers below have been taken by the user
         self._acked = 0
         self._unacked_bytes = 0
         self._ack_messages = 1
         self._ack_bytes = 1
-        self._asking = False  # a HELLO is out, and what is missing has not come yet
+        self._asking = 0.0  # when a HELLO went out that has not been answered, or 0
+        self._calls = self._calls_seen = 0  # the keeper receives when nobody calls
         self._closed_at: int | None = None  # the writer's last sequence number, once it has closed
         self._failure: Callable[[], IPCError] | None = None
         self._deferred: BaseException | None = None
@@ -93,7 +96,7 @@ class RemoteReader(RemoteEnd):
         self._prober: socket.socket | None = None
         self._probe_next = 0.0
         self._refused = False
-        self._taken_messages = self._taken_bytes = self._copied = self._waits = 0
+        self._taken_messages = self._taken_bytes = self._waits = 0
 
         try:
             host, self._port = addresses.split_endpoint(endpoint)
@@ -135,9 +138,9 @@ class RemoteReader(RemoteEnd):
         return 0, (self._host.partition("%")[0], self._port)
 
     @property
-    def _consumed(self) -> int:
-        """All sequence numbers below this have been taken by the user."""
-        return self._next - len(self._inbox)
+    def _next(self) -> int:
+        """The next sequence number to receive."""
+        return self._inbox[-1][0] + 1 if self._inbox else self._consumed
 
     # -- what is said to the writer. All of it under the lock.
 
@@ -147,7 +150,7 @@ class RemoteReader(RemoteEnd):
         # A new connection's way out is only known after this look.
         self._socket.get(zmq.EVENTS)
         self._tell(wire.HELLO, hello.pack())
-        self._asking = True
+        self._asking = time.monotonic()
 
     def _acknowledge(self, kind: int = wire.ACK) -> None:
         self._acked = self._consumed
@@ -164,13 +167,10 @@ class RemoteReader(RemoteEnd):
 
     # -- receiving. All of it under the lock.
 
-    def _pump(self, now: float, want: int) -> None:
+    def _pump(self, want: int) -> None:
         """Takes in what has arrived, until `want` messages are there."""
         if self._gone:
             raise Closed(SHUT)
-        if has_events(self._monitor):
-            for event, _ in self._monitored():
-                self._on_event(event, now)
         s = self._socket
         while len(self._inbox) < want and self._failure is None:
             try:
@@ -178,8 +178,6 @@ class RemoteReader(RemoteEnd):
             except zmq.Again:
                 break
             self._on_frame(frame)
-        if not self._linked:
-            self._judge(now)
 
     def _on_event(self, event: int, now: float) -> None:
         if event == zmq.EVENT_CONNECTED:
@@ -299,7 +297,7 @@ class RemoteReader(RemoteEnd):
             else:
                 self._failure = lambda: HandleMismatch(text)
         elif kind in (wire.STATUS, wire.CLOSED):
-            self._asking = False  # it comes after all that was asked for
+            self._asking = 0.0  # it comes after all that was asked for
             self._on_head(kind, wire.number(body))
 
     def _on_welcome(self, welcome: wire.Welcome) -> None:
@@ -308,15 +306,15 @@ class RemoteReader(RemoteEnd):
         self._ack_bytes = welcome.credit_bytes // 8
         if not self._welcomed:
             self._welcomed = True
-            self._next = self._acked = welcome.start
+            self._consumed = self._acked = welcome.start
 
     def _on_data(self, frame: zmq.Frame, size: int, seq: int, bare: bool) -> None:
-        if seq == self._next:
-            self._next += 1
-            self._inbox.append((frame, size, bare))
-            if self._next == self._closed_at:
+        wanted = self._next
+        if seq == wanted:
+            self._inbox.append((seq, frame, size, bare))
+            if seq + 1 == self._closed_at:
                 self._acknowledge()
-        elif seq > self._next and not self._asking:
+        elif seq > wanted and not self._asking:
             self._hello()
 
     def _on_head(self, kind: int, head: int) -> None:
@@ -343,25 +341,28 @@ class RemoteReader(RemoteEnd):
         """Until done() (called under the lock, with what has arrived taken in) or the deadline.
         Raises what is over; the turn is held."""
         waited = False
-        with self._watched():
-            while True:
-                with self._lock:
-                    now = time.monotonic()
-                    self._pump(now, 1)
-                    if done():
-                        return True
-                    self._over()
-                    if self._consumed != self._acked:
-                        self._acknowledge()
-                    pending = self._pending()
-                    linked = self._linked
-                if deadline is not None and now >= deadline:
-                    return False
-                if not pending:
-                    if not waited:
-                        waited = True
-                        self._waits += 1
-                    self._sleep(deadline, SLICE if linked else LOST_SLICE)
+        while True:
+            with self._lock:
+                self._pump(1)
+                if done():
+                    return True
+                self._over()
+                if self._consumed != self._acked:
+                    self._acknowledge()
+                pending = has_events(self._socket)
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            if not pending:
+                if not waited:
+                    waited = True
+                    self._waits += 1
+                self._sleep(deadline, SLICE, self._fd)
+
+    def _has_message(self) -> bool:
+        # (what was taken is dropped here if a signal kept _take from it)
+        while self._inbox and self._inbox[0][0] < self._consumed:
+            self._inbox.popleft()
+        return bool(self._inbox)
 
     def defer(self, error: BaseException) -> None:
         """As Endpoint.defer."""
@@ -377,45 +378,43 @@ class RemoteReader(RemoteEnd):
             return self._load_one(message)
         return self._load_many(message)
 
-    def _has_message(self) -> bool:
-        return bool(self._inbox)
-
     def recv(self, timeout: float | None = None) -> bytes | list[_core.Block]:
         """As Endpoint.recv."""
         self._check(timeout)
         deadline = until(timeout)
-        with self._my_turn(deadline) as mine:
+        self._calls += 1
+        with self._turn.within(timeout) as mine:
             if not mine:
                 raise Empty("another thread is receiving" + within(timeout))
-            if not self._inbox and not self._wait(deadline, self._has_message):
+            if not self._has_message() and not self._wait(deadline, self._has_message):
                 raise Empty("no message in the queue" + within(timeout))
-            frame, size, bare = self._inbox[0]
+            seq, frame, size, bare = self._inbox[0]
             try:
                 message = _core.split(frame.buffer, wire.FRAME.size, bare)
             except DecodeError:
-                self._take(size)
+                self._take(seq, size)
                 raise
-            self._take(size)
+            self._take(seq, size)
             return message
 
-    def _take(self, size: int) -> None:
+    def _take(self, seq: int, size: int) -> None:
         with self._lock:
+            self._consumed = seq + 1
             self._inbox.popleft()
             self._unacked_bytes += size
             self._taken_messages += 1
             self._taken_bytes += size - wire.FRAME.size
-            self._copied += size - wire.FRAME.size
             if (
                 self._consumed - self._acked >= self._ack_messages
                 or self._unacked_bytes >= self._ack_bytes
-            ) and not self._gone:
+            ):
                 self._acknowledge()
 
     def wait_readable(self, timeout: float | None = None) -> None:
         """As Endpoint.wait_readable."""
         self._check(timeout)
         deadline = until(timeout)
-        with self._my_turn(deadline) as mine:
+        with self._turn.within(timeout) as mine:
             if not mine or not self._wait(deadline, self._has_message):
                 raise Empty("no message in the queue" + within(timeout))
 
@@ -423,8 +422,8 @@ class RemoteReader(RemoteEnd):
         """As Endpoint.readable: recv would return or raise."""
         self._check()
         with self._lock:
-            self._pump(time.monotonic(), 1)
-            if self._inbox:
+            self._pump(1)
+            if self._has_message():
                 return True
             try:
                 self._over()
@@ -436,7 +435,7 @@ class RemoteReader(RemoteEnd):
         """As Endpoint.wait_ready: the writer's wait_ready has seen everyone."""
         self._check(timeout)
         deadline = until(timeout)
-        with self._my_turn(deadline) as mine:
+        with self._turn.within(timeout) as mine:
             if mine and self._wait(deadline, lambda: self._ready):
                 return True
         if not self._welcomed:
@@ -469,14 +468,14 @@ class RemoteReader(RemoteEnd):
         """As Endpoint.stats."""
         stats = dict.fromkeys(STATS, 0)
         stats["messages"], stats["bytes"] = self._taken_messages, self._taken_bytes
-        stats["bytes_copied"], stats["waits"] = self._copied, self._waits
+        stats["bytes_copied"], stats["waits"] = self._taken_bytes, self._waits
         return stats
 
     def size(self) -> int:
         """Messages that have arrived and are unread."""
         self._check()
         with self._lock:
-            self._pump(time.monotonic(), 1 << 30)
+            self._pump(1 << 30)
         return len(self._inbox)
 
     def has_room(self) -> bool:
@@ -485,15 +484,46 @@ class RemoteReader(RemoteEnd):
 
     # -- the end
 
+    def descriptors(self) -> tuple[int, ...]:
+        """For the keeper."""
+        if self._gone:
+            return ()
+        return (self._monitor_fd, self._fd) if self._idle() else (self._monitor_fd,)
+
+    def _idle(self) -> bool:
+        """Whether no call is at work, or has been since the keeper's last look."""
+        return not self._turn.taken and self._calls == self._calls_seen
+
+    def patience(self) -> float:
+        """For the keeper."""
+        return keeper.TICK if self._linked else keeper.SOON
+
     def _look_after(self, now: float) -> None:
+        idle = self._idle()
+        self._calls_seen = self._calls
+        failure = self._failure
+        linked = self._linked
+        for event, _ in self._monitored():
+            self._on_event(event, now)
         if self._closing:
             return
-        received = self._next
-        # Bounded by the writer's credit. It makes room on the way, and lets a writer end that
-        # waits for nothing but this.
-        self._pump(now, 1 << 30)
-        if self._consumed != self._acked or self._next != received:
-            self._acknowledge()
+        if not self._linked:
+            self._judge(now)
+        elif self._asking and now - self._asking >= ASK_AGAIN_SECONDS:
+            self._hello()
+        if idle:
+            received = self._next
+            # Bounded by the writer's credit. It makes room on the way, and lets a writer end that
+            # waits for nothing but this.
+            self._pump(1 << 30)
+            if self._consumed != self._acked or self._next != received:
+                self._acknowledge()
+        elif (
+            linked != self._linked
+            or failure is not self._failure
+            or has_events(self._socket)  # whose descriptor this may have reset
+        ):
+            self._wake.set()
 
     def _delivered(self) -> bool:
         return True

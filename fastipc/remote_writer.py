@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import struct
+import sys
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -43,6 +45,12 @@ STATUS_SECONDS_MOST = 30.0
 UPSTREAM_BYTES = 4096
 # ZMQ copies what is shorter faster than it can keep track of it.
 ZERO_COPY_BYTES = 65536
+# How many times FASTIPC_REMOTE_LINGER a closed writer waits for a message to arrive of which some
+# bytes do.
+LINGERS_MOST = 12
+
+# where tcpi_bytes_acked is in Linux's struct tcp_info
+_ACKED_AT = 120
 
 
 @dataclass
@@ -69,8 +77,10 @@ class _Member:
 class _Sent:
     """A message that some reader may still ask for."""
 
-    frame: Any  # zmq.Frame, or what becomes one at each send
-    size: int
+    seq: int
+    frame: zmq.Frame | _core.Block  # what to hand to ZMQ
+    size: int  # bytes
+    total: int  # bytes, of all messages up to this one
     block: _core.Block = field(repr=False)
 
 
@@ -128,15 +138,16 @@ class RemoteWriter(RemoteEnd):
         self._members: dict[int, _Member] = {}
         self._connections: Counter[bytes] = Counter()  # by nonce; from subscriptions
         self._accepted: set[int] = set()  # descriptors, from the monitor
+        # What some counted reader has not consumed; see _head, _base and _unread_bytes.
         self._retained: deque[_Sent] = deque()
-        self._retained_bytes = 0
-        self._base = 0  # the sequence number of the first retained message
+        self._floor = 0  # the next sequence number, when nothing is retained
         self._progress = time.monotonic()
-        self._received_least = 0
         self._next_status = 0.0
         self._status_seconds = STATUS_SECONDS
         self._closed_said = 0.0
-        self._sent_messages = self._sent_bytes = self._copied = self._resent = self._waits = 0
+        self._moved = 0  # bytes, and when that last changed
+        self._moved_at = 0.0
+        self._sent_bytes = self._resent = self._waits = 0
 
         self.server_key = ""
         self._open_socket(zmq.XPUB, 0)
@@ -187,15 +198,35 @@ class RemoteWriter(RemoteEnd):
         """For the keeper."""
         return self._port, None
 
-    # -- receiving, and keeping account of readers. All of it under the lock.
+    # -- receiving, and keeping account of readers: done by the keeper, under the lock
 
     @property
     def _head(self) -> int:
-        return self._base + len(self._retained)
+        """The sequence number that the next message will have."""
+        return self._retained[-1].seq + 1 if self._retained else self._floor
 
-    def _pump(self, now: float) -> None:
-        if self._gone:
-            raise Closed(SHUT)
+    @property
+    def _base(self) -> int:
+        """The sequence number of the first message that is kept."""
+        return self._retained[0].seq if self._retained else self._floor
+
+    @property
+    def _unread_bytes(self) -> int:
+        if not self._retained:
+            return 0
+        first = self._retained[0]
+        return self._retained[-1].total - first.total + first.size
+
+    def descriptors(self) -> tuple[int, ...]:
+        """For the keeper."""
+        return () if self._gone else (self._fd, self._monitor_fd)
+
+    def patience(self) -> float:
+        """For the keeper."""
+        lost = any(m.state == "active" and m.lost is not None for m in list(self._members.values()))
+        return keeper.SOON if lost or self._closing else keeper.TICK
+
+    def _look_after(self, now: float) -> None:
         for event, value in self._monitored():
             if event == zmq.EVENT_ACCEPTED:
                 self._accepted.add(value)
@@ -203,12 +234,19 @@ class RemoteWriter(RemoteEnd):
                 self._accepted.discard(value)
         s = self._socket
         while has_events(s):
-            try:
-                frames = s.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            if len(frames) == 1 and frames[0]:
-                self._on_frame(frames[0], now)
+            frame = s.recv(zmq.NOBLOCK, copy=False)
+            data = frame.bytes
+            if data and not frame.more:
+                self._on_frame(data, now)
+        self._judge(now)
+        self._ask(now)
+        if self._closing and now - self._closed_said >= STATUS_SECONDS:
+            if not self._closed_said:
+                self._progress = now
+            self._closed_said = now
+            self._say(self._topics.to_all(wire.CLOSED, self._head))
+        if self._turn.taken:
+            self._wake.set()
 
     def _on_frame(self, data: bytes, now: float) -> None:
         """Something from a peer, who may be anybody."""
@@ -327,9 +365,9 @@ class RemoteWriter(RemoteEnd):
             self._progress = now
             self._status_seconds = STATUS_SECONDS
             self._next_status = now + STATUS_SECONDS
-        while self._base < least:
-            self._retained_bytes -= self._retained.popleft().size
-            self._base += 1
+        self._floor = max(self._floor, least)
+        while self._retained and self._retained[0].seq < least:
+            self._retained.popleft()
 
     def _judge(self, now: float) -> None:
         """Who has been lost for too long is dead: soon if nobody is connecting, and later if
@@ -382,23 +420,26 @@ class RemoteWriter(RemoteEnd):
         """Gives the message its number, and sends it. Once it is retained it will be delivered,
         whatever becomes of the rest of this."""
         with self._lock:
+            seq = self._head
             flags = wire.BARE if bare else 0
-            wire.FRAME.pack_into(block, 0, self._topics.all, wire.DATA, flags, self._head)
-            now = time.monotonic()
-            frame = zmq.Frame(block, copy=size < ZERO_COPY_BYTES)
+            wire.FRAME.pack_into(block, 0, self._topics.all, wire.DATA, flags, seq)
+            frame = zmq.Frame(block, copy=False) if size >= ZERO_COPY_BYTES else block
             if self._counted():
-                if not self._retained:
-                    self._progress = now
+                total = size
+                if self._retained:
+                    total += self._retained[-1].total
+                else:
+                    self._progress = time.monotonic()
                     self._status_seconds = STATUS_SECONDS
-                    self._next_status = now + STATUS_SECONDS
-                self._retained_bytes += size
-                self._retained.append(_Sent(frame, size, block))
+                    self._next_status = self._progress + STATUS_SECONDS
+                self._retained.append(_Sent(seq, frame, size, total, block))
             else:
-                self._base += 1
-            self._sent_messages += 1
+                self._floor = seq + 1
             self._sent_bytes += size - wire.FRAME.size
-            self._copied += size - wire.FRAME.size
             self._say(frame)
+            # The keeper sleeps on the descriptor, and this may have reset it.
+            if has_events(self._socket):
+                keeper.nudge()
 
     def put(self, obj: Any, timeout: float | None = None) -> None:
         """As Endpoint.put."""
@@ -419,7 +460,7 @@ class RemoteWriter(RemoteEnd):
         # The one copy, made before anybody is kept waiting.
         block, bare = _core.join(items, joined, wire.FRAME.size)
         size = len(block)
-        with self._my_turn(deadline) as mine:
+        with self._turn.within(keeper.remaining(deadline)) as mine:
             if not mine:
                 raise Full("another thread is sending" + within(timeout))
             self._reserve(size, deadline, timeout)
@@ -431,9 +472,7 @@ class RemoteWriter(RemoteEnd):
             except BaseException:
                 # A signal handler may raise just after the ring took the message: then the
                 # others get it, too.
-                if self._head == seq and (
-                    self._local_gone or self._local_messages() > before or self._local is None
-                ):
+                if self._head == seq and (self._local_gone or self._local_messages() > before):
                     self._publish(block, bare, size)
                 raise
 
@@ -474,59 +513,38 @@ class RemoteWriter(RemoteEnd):
         """Locked: whether that much may be sent to the remote readers."""
         return not self._retained or (
             len(self._retained) < self._credit_messages
-            and self._retained_bytes + size <= self._credit_bytes
+            and self._unread_bytes + size <= self._credit_bytes
         )
 
     def _slowest(self) -> _Member | None:
         return min(self._counted(), key=lambda m: m.acked, default=None)
 
-    def _may_send(self, size: int) -> bool:
-        """Locked: takes notice of what has arrived. Raises when nothing can be sent."""
-        now = time.monotonic()
-        self._pump(now)
-        self._judge(now)
-        self._raise_if_gone()
-        if self._room(size):
-            return True
-        self._ask(now)
-        return False
-
     def _reserve(self, size: int, deadline: float | None, timeout: float | None) -> None:
         """Waits for credit. Only the holder of the turn uses it up, so it stays."""
-        with self._lock:
-            if self._may_send(size):
-                return
-        begun = time.monotonic()
-        warned = begun
-        self._waits += 1
-        with self._watched():
-            while True:
-                with self._lock:
-                    if self._may_send(size):
-                        return
-                    pending = self._pending()
-                    slowest = self._slowest()
-                    base = self._base
-                now = time.monotonic()
-                if deadline is not None and now >= deadline:
-                    raise Full(
-                        "no room in the queue"
-                        + within(timeout)
-                        + (f": {slowest} has not read enough of it" if slowest else "")
-                    )
-                if slowest is not None and 0 < self._warn_after <= now - warned:
-                    warned = now
-                    self._notice(
-                        self,
-                        "waiting",
-                        slowest.rank,
-                        slowest.pid,
-                        slowest.host,
-                        now - begun,
-                        base,
-                    )
-                if not pending:
-                    self._sleep(deadline, SLICE)
+        begun = warned = 0.0
+        while True:
+            with self._lock:
+                self._raise_if_gone()
+                if self._room(size):
+                    return
+                slowest = self._slowest()
+                base = self._base
+            now = time.monotonic()
+            if not begun:
+                begun = warned = now
+                self._waits += 1
+            if deadline is not None and now >= deadline:
+                raise Full(
+                    "no room in the queue"
+                    + within(timeout)
+                    + (f": {slowest} has not read enough of it" if slowest else "")
+                )
+            if slowest is not None and 0 < self._warn_after <= now - warned:
+                warned = now
+                self._notice(
+                    self, "waiting", slowest.rank, slowest.pid, slowest.host, now - begun, base
+                )
+            self._sleep(deadline, SLICE)
 
     # -- readiness, and what is known of readers
 
@@ -534,7 +552,7 @@ class RemoteWriter(RemoteEnd):
         """As Endpoint.wait_ready: every rank here and elsewhere has attached."""
         self._check(timeout)
         deadline = until(timeout)
-        with self._my_turn(deadline) as mine:
+        with self._turn.within(timeout) as mine:
             if not mine:
                 return False
             local = None if self._local_gone else self._local
@@ -543,28 +561,22 @@ class RemoteWriter(RemoteEnd):
             return self._wait_members(deadline)
 
     def _wait_members(self, deadline: float | None) -> bool:
-        begun = time.monotonic()
-        warned = begun
-        with self._watched():
-            while True:
-                with self._lock:
-                    now = time.monotonic()
-                    self._pump(now)
-                    self._judge(now)
-                    self._raise_if_gone_early()
-                    if len(self._members) == len(self._remote_ranks):
-                        if not self._ready:
-                            self._ready = True
-                            self._say(self._topics.to_all(wire.READY))
-                        return True
-                    pending = self._pending()
-                if deadline is not None and now >= deadline:
-                    return False
-                if 0 < self._warn_after <= now - warned:
-                    warned = now
-                    self._notice(self, "waiting", self.missing()[0], 0, "", now - begun, 0)
-                if not pending:
-                    self._sleep(deadline, SLICE)
+        begun = warned = time.monotonic()
+        while True:
+            with self._lock:
+                self._raise_if_gone_early()
+                if len(self._members) == len(self._remote_ranks):
+                    if not self._ready:
+                        self._ready = True
+                        self._say(self._topics.to_all(wire.READY))
+                    return True
+            now = time.monotonic()
+            if deadline is not None and now >= deadline:
+                return False
+            if 0 < self._warn_after <= now - warned:
+                warned = now
+                self._notice(self, "waiting", self.missing()[0], 0, "", now - begun, 0)
+            self._sleep(deadline, SLICE)
 
     def _raise_if_gone_early(self) -> None:
         if self._stopped or any(m.state == "dead" for m in self._members.values()):
@@ -598,14 +610,11 @@ class RemoteWriter(RemoteEnd):
             self._local.evict(reader)
             return
         with self._lock:
-            now = time.monotonic()
-            self._pump(now)
-            self._judge(now)
             member = self._members.get(self._ranks[reader])
             if member is None or member.state != "dead":
                 raise ValueError(f"reader rank {self._ranks[reader]} is not dead")
             member.state = "evicted"
-            self._trim(now)
+            self._trim(time.monotonic())
 
     def stats(self) -> dict[str, int]:
         """As Endpoint.stats, and of the remote part: ``remote_messages`` and ``remote_bytes``
@@ -616,13 +625,13 @@ class RemoteWriter(RemoteEnd):
         )
         with self._lock:
             if self._local is None:
-                stats["messages"], stats["bytes"] = self._sent_messages, self._sent_bytes
-            stats["bytes_copied"] += self._copied
+                stats["messages"], stats["bytes"] = self._head, self._sent_bytes
+            stats["bytes_copied"] += self._sent_bytes
             stats["waits"] += self._waits
-            stats["remote_messages"] = self._sent_messages
+            stats["remote_messages"] = self._head
             stats["remote_bytes"] = self._sent_bytes
             stats["remote_unread"] = len(self._retained)
-            stats["remote_unread_bytes"] = self._retained_bytes
+            stats["remote_unread_bytes"] = self._unread_bytes
             stats["remote_resent"] = self._resent
         return stats
 
@@ -631,7 +640,6 @@ class RemoteWriter(RemoteEnd):
         self._check()
         local = 0 if self._local is None or self._local_gone else self._local.size()
         with self._lock:
-            self._pump(time.monotonic())
             return max(local, len(self._retained))
 
     def has_room(self) -> bool:
@@ -640,7 +648,6 @@ class RemoteWriter(RemoteEnd):
         if self._local is not None and not self._local_gone and not self._local.has_room():
             return False
         with self._lock:
-            self._pump(time.monotonic())
             return self._room(wire.FRAME.size + 64)
 
     def address(self) -> tuple[bytes, int, int, int, str]:
@@ -665,14 +672,6 @@ class RemoteWriter(RemoteEnd):
             self._local.close()
         super().close()
 
-    def _look_after(self, now: float) -> None:
-        self._pump(now)
-        self._judge(now)
-        self._ask(now)
-        if self._closing and not self._closed_said:
-            self._closed_said = self._progress = now
-            self._say(self._topics.to_all(wire.CLOSED, self._head))
-
     def _undelivered(self) -> list[_Member]:
         return [
             m
@@ -683,7 +682,35 @@ class RemoteWriter(RemoteEnd):
     def _delivered(self) -> bool:
         if not self._closed_said:
             return False
-        return not self._undelivered() or time.monotonic() - self._progress > self._linger
+        if not self._undelivered():
+            return True
+        now = time.monotonic()
+        moved = self._bytes_moved()
+        if moved != self._moved:
+            self._moved, self._moved_at = moved, now
+        # A large message over a slow line takes its time; but somebody who only ever reconnects
+        # doesn't keep this process from its end.
+        return (
+            now - max(self._progress, self._moved_at) > self._linger
+            or now - self._progress > LINGERS_MOST * self._linger
+        )
+
+    def _bytes_moved(self) -> int:
+        """How many bytes the kernels at the other ends have confirmed; 0 where ours can't tell."""
+        total = 0
+        for fd in self._accepted:
+            try:
+                view = socket.socket(fileno=fd)
+            except OSError:
+                continue
+            try:
+                info = view.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED_AT + 8)
+                total += int.from_bytes(info[_ACKED_AT:], sys.byteorder)
+            except (OSError, AttributeError):
+                pass
+            finally:
+                view.detach()
+        return total
 
     def hopeless(self) -> bool:
         """For the keeper: nobody who has not got everything is connected."""

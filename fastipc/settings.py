@@ -26,8 +26,8 @@ class Settings:
             queue is made without connect_ip; "" leaves it to the default route.
         remote_grace: ``FASTIPC_REMOTE_GRACE``: seconds for which a lost connection to a peer on
             another host may be coming back before the peer counts as dead.
-        remote_linger: ``FASTIPC_REMOTE_LINGER``: after close, what was sent is given up when no
-            reader on another host has received any of it for this many seconds.
+        remote_linger: ``FASTIPC_REMOTE_LINGER``: after close, what was sent is given up
+            when none of it has moved to readers on other hosts for this many seconds.
     """
 
     spin_us: float | None = None
