@@ -61,7 +61,7 @@ class Ends(Protocol):
     def close(self) -> None: ...
 
     def hopeless(self) -> bool:
-        """At exit: whether what a closed end still has to deliver should be given up."""
+        """At exit: whether a closed end has nothing left that it waits for."""
 
     def discard(self) -> bool:
         """Gives the socket back, delivered or not; False if a call is still using it."""
