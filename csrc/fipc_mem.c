@@ -337,11 +337,10 @@ int fipc_mem_reserve(struct fipc_segment *s, uint64_t off, uint64_t len, struct 
         if (fallocate(s->fd, 0, (off_t)(off + done), (off_t)n) == 0) {
             done += n;
         } else if (errno == ENOSPC || errno == ENOMEM || errno == EDQUOT) {
-            int rc = no_space(s, len - done, err);
             if (done > 0) {
                 fipc_mem_discard(s, off, done); /* take nothing when not all can be had */
             }
-            return rc;
+            return no_space(s, len, err); /* after that: what is free without us, for all of it */
         } else if (errno != EINTR) {
             return system_error(err, "allocating pages of the segment");
         }

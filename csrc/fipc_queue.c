@@ -372,7 +372,10 @@ static void evict(struct fipc_queue *q, uint32_t i) {
      * this cursor to pass it too. */
     fipc_store64_seqcst(&r->cursors[i].seq, FIPC_CURSOR_LEFT); /* R1 */
     uint32_t state = fipc_load32_acquire(&r->peers[i].state);  /* P-state */
-    if (state == FIPC_PEER_ACTIVE || state == FIPC_PEER_JOINING) {
+    /* A later epoch is a replacement's, that has joined meanwhile: members admits it. */
+    bool same =
+        fipc_load32_relaxed(&r->peers[i].epoch) == fipc_load32_relaxed(&r->peers[i].granted);
+    if (same && (state == FIPC_PEER_ACTIVE || state == FIPC_PEER_JOINING)) {
         fipc_cas32_seqcst(&r->peers[i].state, &state, FIPC_PEER_DEAD);
     }
     if (q->dead[i]) {
@@ -484,12 +487,12 @@ static int writer_gone(struct fipc_queue *q, bool drain, uint64_t now, struct fi
     int reason = FIPC_OK;
     if (fipc_load32_acquire(&c->writer_state) == FIPC_WRITER_CLOSED) { /* C-get */
         reason = FIPC_CLOSED;
-    } else if (q->writer_dead || now >= fipc_load64_relaxed(&q->next_probe)) {
+    } else if (fipc_load32_relaxed(&q->writer_dead) || now >= fipc_load64_relaxed(&q->next_probe)) {
         fipc_store64_relaxed(&q->next_probe, now + FIPC_SLICE_NS);
         if (!fipc_lock_byte_held(q->seg.lock_fd, FIPC_WRITER_LOCK)) {
             /* it gives its lock back only after it has stored that it closed */
             bool closed = fipc_load32_acquire(&c->writer_state) == FIPC_WRITER_CLOSED; /* C-get */
-            q->writer_dead = !closed;
+            fipc_store32_relaxed(&q->writer_dead, !closed);
             reason = closed ? FIPC_CLOSED : FIPC_PEER_DIED;
         }
     }
@@ -580,7 +583,12 @@ int fipc_queue_wait_room(struct fipc_queue *q, bool chunk, struct fipc_call *cal
          * is read would make every message wait for a cursor's line to come over. */
         q->want_slots = r->n_slots / 8 > 1 ? r->n_slots / 8 : 1;
     }
-    return fipc_queue_wait_for(q, call, fipc_queue_room_ready, true, err);
+    int rc = fipc_queue_wait_for(q, call, fipc_queue_room_ready, true, err);
+    if (rc == FIPC_OK) { /* room there is also when the last reader has left */
+        fipc_queue_members(q);
+        rc = q->everyone_left ? FIPC_CLOSED : FIPC_OK;
+    }
+    return rc;
 }
 
 /* The cursor worth waking the writer for. A full ring is worth it only when a quarter is free
@@ -650,7 +658,7 @@ static void name_culprit(struct fipc_queue *q, struct fipc_call *call, uint64_t 
         }
         err->seq = slowest + 1;
     } else {
-        err->seq = q->ring.next;
+        err->seq = fipc_load64_relaxed(&q->ring.next_seen); /* without the lock */
     }
     name_peer(q, who, err);
     err->waited_ns = now - call->begun;

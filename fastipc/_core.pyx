@@ -787,6 +787,7 @@ cdef class Loan:
     cdef readonly uint64_t nbytes
     cdef readonly bint reading
     cdef Py_ssize_t exports
+    cdef Endpoint lender  # kept from unmapping while there are exports
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         if self.end is None:
@@ -796,6 +797,14 @@ cdef class Loan:
 
     def __releasebuffer__(self, Py_buffer *view):
         self.exports -= 1
+        self._unpin()
+
+    cdef void _unpin(self) noexcept:
+        """The endpoint may unmap when the loan is over and nobody holds a view any more."""
+        cdef Endpoint lender = self.lender
+        if self.end is None and lender is not None and self.exports == 0:
+            self.lender = None
+            lender._done()
 
     cdef Endpoint _end(self):
         """Gives the memory back to the endpoint, which the caller then tells what became of it."""
@@ -820,16 +829,17 @@ cdef class Loan:
             fipc_queue_peek_done(end.q)
         else:
             fipc_queue_loan_commit(end.q, n)
-        end._done()
+        self._unpin()
 
     def abort(self):
-        """Sends nothing; or leaves the message for the next call."""
+        """Sends nothing; or leaves the message for the next call. Views that are still held stay
+        readable, but what they show may change from now on."""
         cdef Endpoint end = self._end()
         if self.reading:
             fipc_queue_peek_undo(end.q)
         else:
             fipc_queue_loan_abort(end.q)
-        end._done()
+        self._unpin()
 
     def __dealloc__(self):
         if self.end is not None:
@@ -839,6 +849,7 @@ cdef class Loan:
 cdef Loan _window(Endpoint end, void *ptr, uint64_t nbytes, bint reading):
     cdef Loan loan = Loan.__new__(Loan)
     loan.end = end
+    loan.lender = end
     loan.ptr = ptr
     loan.nbytes = nbytes
     loan.reading = reading
