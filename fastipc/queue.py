@@ -13,15 +13,16 @@ import operator
 import os
 import secrets
 import sys
+import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NoReturn, Self, SupportsIndex
+from typing import Any, Self, SupportsIndex
 
 from . import _core
-from .errors import Closed, Empty, HandleMismatch, IPCError, NotReady, PeerDied
+from .errors import Closed, HandleMismatch, IPCError, NotReady
 from .handle import Handle
 from .hostinfo import available_cpus, boot_id, host_name, memory_headroom
 from .pickling import use_pickle
@@ -37,10 +38,19 @@ MIB = 1 << 20
 _live: weakref.WeakSet[_End] = weakref.WeakSet()
 
 
+# How long the end of the process waits for threads to leave their calls, seconds: they are woken,
+# and need the GIL once. A thread that is still inside then leaves its end to look dead.
+_EXIT_PATIENCE = 0.3
+
+
 @atexit.register
 def _close_all() -> None:
-    for end in list(_live):
+    ends = list(_live)
+    for end in ends:
         end.close()
+    patience = time.monotonic() + _EXIT_PATIENCE
+    while any(end._end.busy for end in ends) and time.monotonic() < patience:
+        time.sleep(0.001)
 
 
 _exit_hook_of: int | None = None
@@ -93,14 +103,6 @@ def _report(
             "not read sequence %d",
             seconds, rank, pid, host, seq,
         )  # fmt: skip
-
-
-def _not_the_writer(*_: Any) -> NoReturn:
-    raise IPCError("only the writer enqueues; this end of the queue is a reader's")
-
-
-def _not_a_reader(*_: Any) -> NoReturn:
-    raise IPCError("only readers dequeue and are waited for; this end of the queue is the writer's")
 
 
 def _index(name: str, value: SupportsIndex, low: int, high: int) -> int:
@@ -445,12 +447,8 @@ class MessageQueue(_End):
     def _use_serializer(self) -> None:
         use_pickle(self._end)
         # bound once: these are the calls that every message makes
-        self._put: Callable[..., Any] = self._end.put
-        self._get: Callable[..., Any] = self._end.get
-        if self._rank is None:
-            self._get = _not_a_reader
-        else:
-            self._put = _not_the_writer
+        self._put = self._end.put
+        self._get = self._end.get
         # These two are called for every message. Where no subclass has its own, the end's methods
         # take their place: a Python frame less is a third less for a small message.
         if type(self).enqueue is MessageQueue.enqueue:
@@ -506,14 +504,13 @@ class MessageQueue(_End):
         objects = [self.dequeue(timeout)]
         while len(objects) < limit:
             try:
-                objects.append(self._get(0))
-            except Empty:
-                break
-            except (Closed, PeerDied):
-                break  # the next call meets it again
-            except Exception as error:
+                message = self._end.poll()
+            except BaseException as error:
                 self._end.defer(error)
                 break
+            if message is _core.NOTHING:
+                break
+            objects.append(message)
         return objects
 
     def __iter__(self) -> Iterator[Any]:
@@ -583,12 +580,7 @@ def wait(queues: Sequence[MessageQueue], timeout: float | None = None) -> list[M
     Thread safe. Raises IPCError for a writer's end.
     """
     queues = list(queues)
-    ends = []
-    for queue in queues:
-        if queue._rank is None:
-            _not_a_reader()
-        ends.append(queue._end)
-    return [queues[i] for i in _core.wait_any(ends, timeout)]
+    return [queues[i] for i in _core.wait_any([queue._end for queue in queues], timeout)]
 
 
 class ShmRingBuffer(_End):
