@@ -135,6 +135,9 @@ int fipc_queue_create(fipc_queue **out, const struct fipc_config *config, struct
 int fipc_queue_attach(fipc_queue **out, const struct fipc_address *address, uint32_t reader,
                       const struct fipc_attach_options *options, struct fipc_error *err);
 
+/* True in a child forked from the process that made q. */
+bool fipc_queue_forked(const fipc_queue *q);
+
 void fipc_queue_address(const fipc_queue *q, struct fipc_address *out);
 
 /* Ends every wait in this process on this object with FIPC_SHUTDOWN, now and later. Any thread,
@@ -218,6 +221,9 @@ int fipc_queue_recv(fipc_queue *q, struct fipc_call *call, struct fipc_message *
  * use fipc_queue_recv. */
 int fipc_queue_peek(fipc_queue *q, uint64_t limit, const void **ptr, uint64_t *len, uint32_t *tag,
                     struct fipc_error *err);
+/* The same, but it waits for another thread that is at it, until call->deadline. */
+int fipc_queue_peek_wait(fipc_queue *q, uint64_t limit, struct fipc_call *call, const void **ptr,
+                         uint64_t *len, uint32_t *tag, struct fipc_error *err);
 void fipc_queue_peek_done(fipc_queue *q); /* acknowledges */
 void fipc_queue_peek_undo(fipc_queue *q); /* leaves it there */
 

@@ -97,32 +97,39 @@ static void registry_init(void) {
 
 uint32_t fipc_fork_generation(void) { return fork_generation; }
 
-void fipc_mem_register(struct fipc_segment *s) {
+void fipc_mem_hold_forks(bool hold) {
     pthread_once(&registry_once, registry_init);
-    pthread_mutex_lock(&registry_mutex);
+    if (hold) {
+        pthread_mutex_lock(&registry_mutex);
+    } else {
+        pthread_mutex_unlock(&registry_mutex);
+    }
+}
+
+int fipc_mem_register(struct fipc_segment *s) {
     if (registry_n == registry_room) {
         size_t room = registry_room ? 2 * registry_room : 16;
         struct fipc_segment **bigger = realloc(registry, room * sizeof(struct fipc_segment *));
-        if (bigger != NULL) {
-            registry = bigger;
-            registry_room = room;
+        if (bigger == NULL) {
+            fipc_mem_unlink(s);
+            fipc_mem_unmap(s);
+            fipc_mem_close(s);
+            return FIPC_NO_MEMORY;
         }
+        registry = bigger;
+        registry_room = room;
     }
-    if (registry_n < registry_room) {
-        registry[registry_n++] = s;
-    }
-    pthread_mutex_unlock(&registry_mutex);
+    registry[registry_n++] = s;
+    return FIPC_OK;
 }
 
 void fipc_mem_unregister(struct fipc_segment *s) {
-    pthread_mutex_lock(&registry_mutex);
     for (size_t i = 0; i < registry_n; i++) {
         if (registry[i] == s) {
             registry[i] = registry[--registry_n];
             break;
         }
     }
-    pthread_mutex_unlock(&registry_mutex);
 }
 
 /* ---- making -------------------------------------------------------------------------------- */
@@ -266,34 +273,53 @@ static int not_found(const struct fipc_address *a, const char *path, struct fipc
     return FIPC_GONE;
 }
 
+/* Opens both descriptors through one path, and makes sure that they are of one file. */
+static int open_both(struct fipc_segment *s, const char *path) {
+    struct stat one, two;
+    s->fd = open_found(path);
+    s->lock_fd = s->fd < 0 ? -1 : open_found(path);
+    if (s->lock_fd >= 0 && fstat(s->fd, &one) == 0 && fstat(s->lock_fd, &two) == 0) {
+        if (one.st_ino == two.st_ino && one.st_dev == two.st_dev) {
+            return FIPC_OK;
+        }
+        errno = ENOENT; /* replaced meanwhile */
+    }
+    int why = errno;
+    fipc_mem_close(s);
+    errno = why;
+    return FIPC_GONE;
+}
+
 int fipc_mem_open(struct fipc_segment *s, const struct fipc_address *a, struct fipc_error *err) {
     memset(s, 0, sizeof *s);
     s->fd = s->lock_fd = -1;
     char proc[64];
     snprintf(proc, sizeof proc, "/proc/%lld/fd/%d", (long long)a->pid, a->fd);
-    const char *path = a->path[0] ? a->path : proc;
-    s->fd = open_found(path);
-    if (s->fd < 0 && a->path[0] && errno == ENOENT) {
+    if (a->path[0]) {
+        if (open_both(s, a->path) == FIPC_OK) {
+            return FIPC_OK;
+        }
+        if (errno != ENOENT) {
+            return not_found(a, a->path, err);
+        }
         /* The name is gone because everybody had attached: a replacement reader of the same PID
          * namespace still finds the file through its writer. */
-        path = proc;
-        s->fd = open_found(path);
     }
-    if (s->fd < 0) {
-        return not_found(a, path, err);
+    if (open_both(s, proc) != FIPC_OK) {
+        return not_found(a, proc, err);
     }
-    s->lock_fd = open_found(path);
-    struct stat one, two;
-    if (s->lock_fd < 0 || fstat(s->fd, &one) != 0 || fstat(s->lock_fd, &two) != 0) {
-        int rc = not_found(a, path, err);
+#ifdef F_GET_SEALS
+    /* A memfd that could be truncated would be a SIGBUS waiting to happen. */
+    const int seals = F_SEAL_SHRINK | F_SEAL_GROW;
+    if (!a->path[0] && (fcntl(s->fd, F_GET_SEALS) & seals) != seals) {
+        snprintf(err->text, sizeof err->text,
+                 "what is at the handle's address is not a queue's memory: the writer (pid %lld) "
+                 "has closed it, or is in another PID namespace",
+                 (long long)a->pid);
         fipc_mem_close(s);
-        return rc;
+        return FIPC_MISMATCH;
     }
-    if (one.st_ino != two.st_ino || one.st_dev != two.st_dev) {
-        snprintf(err->text, sizeof err->text, "the segment was replaced while it was opened");
-        fipc_mem_close(s);
-        return FIPC_GONE;
-    }
+#endif
     return FIPC_OK;
 }
 
@@ -337,11 +363,10 @@ int fipc_mem_reserve(struct fipc_segment *s, uint64_t off, uint64_t len, struct 
         if (fallocate(s->fd, 0, (off_t)(off + done), (off_t)n) == 0) {
             done += n;
         } else if (errno == ENOSPC || errno == ENOMEM || errno == EDQUOT) {
-            int rc = no_space(s, len - done, err);
             if (done > 0) {
                 fipc_mem_discard(s, off, done); /* take nothing when not all can be had */
             }
-            return rc;
+            return no_space(s, len, err); /* after that: what is free without us, for all of it */
         } else if (errno != EINTR) {
             return system_error(err, "allocating pages of the segment");
         }

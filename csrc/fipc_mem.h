@@ -48,9 +48,12 @@ int fipc_lock_byte_take(int fd, uint32_t index);  /* FIPC_OK, FIPC_RANK_TAKEN, F
 bool fipc_lock_byte_held(int fd, uint32_t index); /* by another description than fd's */
 
 /* Keeps a forked child from holding its parent's lock: registers the segment, whose descriptors
- * the child closes before fork returns. */
-void fipc_mem_register(struct fipc_segment *s);
+ * the child closes before fork returns. Both, and whatever opens or closes the descriptors, run
+ * while forks are held off: a fork in between would give the child a descriptor that nobody
+ * knows of. FIPC_OK, FIPC_NO_MEMORY (then the segment is closed). */
+int fipc_mem_register(struct fipc_segment *s);
 void fipc_mem_unregister(struct fipc_segment *s);
+void fipc_mem_hold_forks(bool hold);
 /* Changes in every forked child; a stored older value means: this object is the parent's. */
 uint32_t fipc_fork_generation(void);
 

@@ -4,6 +4,7 @@
  */
 #include "fipc_peer.h"
 
+#include <errno.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
@@ -68,6 +69,11 @@ int fipc_peer_join(struct fipc_peer *p, const struct fipc_segment *s, uint32_t r
                    const char *host, uint32_t *epoch, struct fipc_error *err) {
     fipc_point("attach-begin");
     int rc = fipc_lock_byte_take(s->lock_fd, FIPC_READER_LOCK(reader));
+    if (rc == FIPC_SYSTEM) {
+        err->sys_errno = errno;
+        snprintf(err->text, sizeof err->text, "locking the rank: %s", strerror(errno));
+        return rc;
+    }
     if (rc != FIPC_OK) {
         err->reader = (int32_t)reader;
         err->pid = (int64_t)fipc_load64_relaxed(&p->pid);

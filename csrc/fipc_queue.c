@@ -30,6 +30,8 @@
 #define NEXT_CHECK_NS FIPC_SLICE_NS
 /* A writer that isn't blocked asks for dead readers this often. */
 #define PROBE_BUSY_NS (500 * FIPC_MS)
+/* A reader maps the slots at once, up to this much. */
+#define PREFAULT_MAX (UINT64_C(64) << 20)
 /* A chunk unused for this long gives its pages back. */
 #define CHUNK_IDLE_NS (60 * FIPC_S)
 
@@ -53,6 +55,8 @@ void fipc_queue_wake_writer(struct fipc_queue *q) { wake(q, &q->ring.control->ro
 
 /* ---- guards -------------------------------------------------------------------------------- */
 
+bool fipc_queue_forked(const fipc_queue *q) { return q->fork_generation != fipc_fork_generation(); }
+
 int fipc_queue_usable(struct fipc_queue *q) {
     if (q->fork_generation != fipc_fork_generation()) {
         return FIPC_FORKED;
@@ -72,6 +76,9 @@ void fipc_queue_leave(struct fipc_queue *q) { fipc_lock_drop(&q->lock, q->ops); 
 static void *zeros(uint64_t n, uint64_t size) { return calloc((size_t)(n ? n : 1), (size_t)size); }
 
 static void destroy(struct fipc_queue *q) {
+    if (q == NULL) {
+        return;
+    }
     free(q->ring.counted);
     free(q->ring.chunk_until);
     free(q->dead);
@@ -81,36 +88,24 @@ static void destroy(struct fipc_queue *q) {
     free(q);
 }
 
-static struct fipc_queue *allocate(const struct fipc_header *h, bool is_writer) {
-    struct fipc_queue *q = calloc(1, sizeof *q);
-    if (q == NULL) {
-        return NULL;
-    }
+static bool prepare(struct fipc_queue *q, const struct fipc_header *h, bool is_writer) {
     q->is_writer = is_writer;
     q->fork_generation = fipc_fork_generation();
-    q->seg.fd = q->seg.lock_fd = -1;
     q->part_chunk = FIPC_NO_CHUNK;
     memcpy(q->id, h->id, sizeof q->id);
     /* Half of the last waits short: one that turns out long ends the spinning, one short begins
      * it. */
     fipc_store32_relaxed(&q->history, 0x0f);
-    if (is_writer) {
-        q->ring.counted = zeros(h->n_readers, 1);
-        q->dead = zeros(h->n_readers, 1);
-        q->ring.chunk_until = zeros(h->n_chunks, 8);
-        q->chunk_have = zeros(h->n_chunks, 8);
-        q->chunk_used = zeros(h->n_chunks, 8);
-    } else {
+    if (!is_writer) {
         q->chunk_seen = zeros(h->n_chunks, 8);
+        return q->chunk_seen != NULL;
     }
-    bool ok = is_writer ? q->ring.counted && q->dead && q->ring.chunk_until && q->chunk_have &&
-                              q->chunk_used
-                        : q->chunk_seen != NULL;
-    if (!ok) {
-        destroy(q);
-        return NULL;
-    }
-    return q;
+    q->ring.counted = zeros(h->n_readers, 1);
+    q->dead = zeros(h->n_readers, 1);
+    q->ring.chunk_until = zeros(h->n_chunks, 8);
+    q->chunk_have = zeros(h->n_chunks, 8);
+    q->chunk_used = zeros(h->n_chunks, 8);
+    return q->ring.counted && q->dead && q->ring.chunk_until && q->chunk_have && q->chunk_used;
 }
 
 static void set_waiting(struct fipc_queue *q, const struct fipc_waitops *ops, uint32_t n_cpus,
@@ -129,6 +124,21 @@ static int invalid(struct fipc_error *err, const char *text) {
 static void clear_error(struct fipc_error *err) {
     memset(err, 0, sizeof *err);
     err->reader = -2;
+}
+
+/* Ends the segment without a word to anyone. */
+static void drop_segment(struct fipc_queue *q) {
+    fipc_mem_unlink(&q->seg);
+    fipc_mem_unmap(&q->seg);
+    fipc_mem_hold_forks(true);
+    fipc_mem_close(&q->seg);
+    fipc_mem_unregister(&q->seg);
+    fipc_mem_hold_forks(false);
+}
+
+static void give_up(struct fipc_queue *q) {
+    drop_segment(q);
+    destroy(q);
 }
 
 int fipc_queue_create(fipc_queue **out, const struct fipc_config *c, struct fipc_error *err) {
@@ -154,13 +164,19 @@ int fipc_queue_create(fipc_queue **out, const struct fipc_config *c, struct fipc
     if (c->shm_dir != NULL) {
         fipc_sweep(c->shm_dir, false, NULL, NULL);
     }
-    struct fipc_queue *q = allocate(&h, true);
-    if (q == NULL) {
+    struct fipc_queue *q = calloc(1, sizeof *q);
+    if (q == NULL || !prepare(q, &h, true)) {
+        destroy(q);
         return FIPC_NO_MEMORY;
     }
     set_waiting(q, c->ops, c->n_cpus, c->spin_ns, c->warn_ns);
     q->evict = c->evict;
+    fipc_mem_hold_forks(true);
     int rc = fipc_mem_create(&q->seg, h.total_bytes, c->shm_dir, h.id, FIPC_WRITER_LOCK, err);
+    if (rc == FIPC_OK) {
+        rc = fipc_mem_register(&q->seg);
+    }
+    fipc_mem_hold_forks(false);
     if (rc != FIPC_OK) {
         destroy(q);
         return rc;
@@ -179,13 +195,9 @@ int fipc_queue_create(fipc_queue **out, const struct fipc_config *c, struct fipc
         rc = fipc_mem_publish(&q->seg, err);
     }
     if (rc != FIPC_OK) {
-        fipc_mem_unlink(&q->seg);
-        fipc_mem_unmap(&q->seg);
-        fipc_mem_close(&q->seg);
-        destroy(q);
+        give_up(q);
         return rc;
     }
-    fipc_mem_register(&q->seg);
     *out = q;
     return FIPC_OK;
 }
@@ -197,14 +209,24 @@ int fipc_queue_attach(fipc_queue **out, const struct fipc_address *a, uint32_t r
     if (reader >= a->n_readers) {
         return invalid(err, "no such reader");
     }
-    struct fipc_segment seg;
-    int rc = fipc_mem_open(&seg, a, err);
+    struct fipc_queue *q = calloc(1, sizeof *q);
+    if (q == NULL) {
+        return FIPC_NO_MEMORY;
+    }
+    set_waiting(q, o->ops, o->n_cpus, o->spin_ns, o->warn_ns);
+    fipc_mem_hold_forks(true);
+    int rc = fipc_mem_open(&q->seg, a, err);
+    if (rc == FIPC_OK) {
+        rc = fipc_mem_register(&q->seg);
+    }
+    fipc_mem_hold_forks(false);
     if (rc != FIPC_OK) {
+        destroy(q);
         return rc;
     }
     struct fipc_header h;
     uint64_t file_bytes;
-    rc = fipc_mem_read(&seg, &h, sizeof h, &file_bytes);
+    rc = fipc_mem_read(&q->seg, &h, sizeof h, &file_bytes);
     if (rc == FIPC_OK && (!fipc_layout_valid(&h, file_bytes) || h.n_readers != a->n_readers ||
                           memcmp(h.id, a->id, sizeof h.id) != 0)) {
         rc = FIPC_MISMATCH;
@@ -215,30 +237,21 @@ int fipc_queue_attach(fipc_queue **out, const struct fipc_address *a, uint32_t r
                  "closed it, or is in another PID namespace, or was built from another version",
                  (long long)a->pid);
     }
-    struct fipc_queue *q = NULL;
     if (rc == FIPC_OK) {
-        q = allocate(&h, false);
-        rc = q == NULL ? FIPC_NO_MEMORY : fipc_mem_map(&seg, h.total_bytes, err);
+        rc = prepare(q, &h, false) ? fipc_mem_map(&q->seg, h.total_bytes, err) : FIPC_NO_MEMORY;
     }
     if (rc == FIPC_OK) {
-        q->seg = seg;
-        set_waiting(q, o->ops, o->n_cpus, o->spin_ns, o->warn_ns);
-        fipc_ring_bind(&q->ring, seg.base, &h);
+        fipc_ring_bind(&q->ring, q->seg.base, &h);
         q->ring.reader = reader;
-        fipc_mem_prefault(&q->seg, 0, h.off_chunks);
+        fipc_mem_prefault(&q->seg, 0, h.off_chunks < PREFAULT_MAX ? h.off_chunks : PREFAULT_MAX);
         rc = fipc_peer_join(&q->ring.peers[reader], &q->seg, reader, o->host, &q->epoch, err);
     }
     if (rc != FIPC_OK) {
-        fipc_mem_unmap(&seg);
-        fipc_mem_close(&seg);
-        if (q != NULL) {
-            destroy(q);
-        }
+        give_up(q);
         return rc;
     }
     fipc_store64_relaxed(&q->next_probe, now_of(q) + FIPC_SLICE_NS);
-    fipc_queue_adopt(q); /* at once, for the first process of a rank */
-    fipc_mem_register(&q->seg);
+    fipc_queue_adopt(q);                             /* at once, for the first process of a rank */
     fipc_add32_acqrel(&q->ring.control->members, 1); /* J */
     fipc_queue_wake_writer(q);
     fipc_point("attach-done");
@@ -274,7 +287,6 @@ void fipc_queue_close(fipc_queue *q) {
         return;
     }
     q->closed = true;
-    fipc_mem_unregister(&q->seg);
     if (q->fork_generation == fipc_fork_generation() && q->seg.base != NULL) {
         struct fipc_ring *r = &q->ring;
         fipc_point("close-begin");
@@ -290,9 +302,7 @@ void fipc_queue_close(fipc_queue *q) {
         }
         fipc_point("close-told");
     }
-    fipc_mem_unlink(&q->seg);
-    fipc_mem_unmap(&q->seg);
-    fipc_mem_close(&q->seg);
+    drop_segment(q);
     fipc_scatter_drop(&q->scatter);
     fipc_gather_free(&q->gather);
 }
@@ -313,11 +323,16 @@ static void name_peer(struct fipc_queue *q, int64_t reader, struct fipc_error *e
     fipc_peer_host(p, err->host);
 }
 
-/* Lets a replacement read from the next message on. */
+/* Lets a new process of a rank read, from the next message on. */
 static void grant(struct fipc_queue *q, uint32_t i, uint32_t epoch) {
     struct fipc_ring *r = &q->ring;
-    fipc_store64_relaxed(&r->cursors[i].messages, r->messages);
-    fipc_store64_relaxed(&r->cursors[i].seq, r->next - 1);
+    /* Where no process of this rank has read anything yet, what was sent is still kept for it. */
+    bool untouched =
+        r->counted[i] && !q->dead[i] && fipc_load64_acquire(&r->cursors[i].seq) == 0; /* R1 */
+    if (!untouched) {
+        fipc_store64_relaxed(&r->cursors[i].messages, r->messages);
+        fipc_store64_relaxed(&r->cursors[i].seq, r->next - 1);
+    }
     fipc_store32_release(&r->peers[i].granted, epoch); /* G */
     r->counted[i] = 1;
     /* With nobody counted the last scan found no end of room. */
@@ -372,7 +387,10 @@ static void evict(struct fipc_queue *q, uint32_t i) {
      * this cursor to pass it too. */
     fipc_store64_seqcst(&r->cursors[i].seq, FIPC_CURSOR_LEFT); /* R1 */
     uint32_t state = fipc_load32_acquire(&r->peers[i].state);  /* P-state */
-    if (state == FIPC_PEER_ACTIVE || state == FIPC_PEER_JOINING) {
+    /* A later epoch is a replacement's, that has joined meanwhile: members admits it. */
+    bool same =
+        fipc_load32_relaxed(&r->peers[i].epoch) == fipc_load32_relaxed(&r->peers[i].granted);
+    if (same && (state == FIPC_PEER_ACTIVE || state == FIPC_PEER_JOINING)) {
         fipc_cas32_seqcst(&r->peers[i].state, &state, FIPC_PEER_DEAD);
     }
     if (q->dead[i]) {
@@ -439,6 +457,12 @@ int fipc_queue_health(struct fipc_queue *q, struct fipc_error *err) {
     if (now >= fipc_load64_relaxed(&q->next_probe)) {
         fipc_store64_relaxed(&q->next_probe, now + PROBE_BUSY_NS);
         give_back_idle_chunks(q, now);
+        /* A reader that is killed in the middle of leaving has not told. */
+        q->members_seen--;
+        fipc_queue_members(q);
+        if (q->everyone_left) {
+            return FIPC_CLOSED;
+        }
         int rc = probe_readers(q, err);
         if (rc != FIPC_OK) {
             fipc_store64_relaxed(&q->next_probe, now); /* others may have died too */
@@ -484,12 +508,12 @@ static int writer_gone(struct fipc_queue *q, bool drain, uint64_t now, struct fi
     int reason = FIPC_OK;
     if (fipc_load32_acquire(&c->writer_state) == FIPC_WRITER_CLOSED) { /* C-get */
         reason = FIPC_CLOSED;
-    } else if (q->writer_dead || now >= fipc_load64_relaxed(&q->next_probe)) {
+    } else if (fipc_load32_relaxed(&q->writer_dead) || now >= fipc_load64_relaxed(&q->next_probe)) {
         fipc_store64_relaxed(&q->next_probe, now + FIPC_SLICE_NS);
         if (!fipc_lock_byte_held(q->seg.lock_fd, FIPC_WRITER_LOCK)) {
             /* it gives its lock back only after it has stored that it closed */
             bool closed = fipc_load32_acquire(&c->writer_state) == FIPC_WRITER_CLOSED; /* C-get */
-            q->writer_dead = !closed;
+            fipc_store32_relaxed(&q->writer_dead, !closed);
             reason = closed ? FIPC_CLOSED : FIPC_PEER_DIED;
         }
     }
@@ -571,16 +595,25 @@ int fipc_queue_wait_room(struct fipc_queue *q, bool chunk, struct fipc_call *cal
     struct fipc_ring *r = &q->ring;
     q->want_chunk = chunk;
     q->want_slots = 1;
-    if (room(q, 1)) {
+    /* For a chunk always look: which was freed last matters, and the last scan may be old. */
+    if (!chunk && room(q, 1)) {
         return FIPC_OK;
     }
     fipc_ring_scan(r);
+    if (room(q, 1)) {
+        return FIPC_OK;
+    }
     if (!fipc_ring_slot_free(r) && call->deadline != 0) {
         /* While it spins it goes on only when it has a batch of slots: taking each as soon as it
          * is read would make every message wait for a cursor's line to come over. */
         q->want_slots = r->n_slots / 8 > 1 ? r->n_slots / 8 : 1;
     }
-    return fipc_queue_wait_for(q, call, fipc_queue_room_ready, true, err);
+    int rc = fipc_queue_wait_for(q, call, fipc_queue_room_ready, true, err);
+    if (rc == FIPC_OK) { /* room there is also when the last reader has left */
+        fipc_queue_members(q);
+        rc = q->everyone_left ? FIPC_CLOSED : FIPC_OK;
+    }
+    return rc;
 }
 
 /* The cursor worth waking the writer for. A full ring is worth it only when a quarter is free
@@ -650,7 +683,7 @@ static void name_culprit(struct fipc_queue *q, struct fipc_call *call, uint64_t 
         }
         err->seq = slowest + 1;
     } else {
-        err->seq = q->ring.next;
+        err->seq = fipc_load64_relaxed(&q->ring.next_seen); /* without the lock */
     }
     name_peer(q, who, err);
     err->waited_ns = now - call->begun;

@@ -66,9 +66,9 @@ struct fipc_queue {
 
     /* reader */
     uint32_t epoch;
-    fipc_a32 adopted; /* the writer's grant was taken over: next is where it said */
-    fipc_a32 partial; /* part of a message has been taken */
-    bool writer_dead;
+    fipc_a32 adopted;     /* the writer's grant was taken over: next is where it said */
+    fipc_a32 partial;     /* part of a message has been taken */
+    fipc_a32 writer_dead; /* by any of this reader's threads; the kernel is asked again anyway */
     struct fipc_scatter scatter;
     uint64_t *chunk_seen; /* per chunk: bytes from its start that are mapped here */
 

@@ -12,6 +12,9 @@
 
 #include "fipc_test.h"
 
+/* A long message that never has to wait looks for signals after so many parts, about 16 MiB. */
+#define PARTS_BETWEEN_SIGNALS 16
+
 static void no_error(struct fipc_error *err) {
     memset(err, 0, sizeof *err);
     err->reader = -2;
@@ -74,15 +77,23 @@ static void send_inline(struct fipc_queue *q, struct fipc_gather *g, uint32_t ta
     count_sent(q, g->total);
 }
 
-int fipc_queue_send_inline(fipc_queue *q, const struct fipc_piece *pieces, uint64_t n, uint32_t tag,
-                           struct fipc_error *err) {
+/* For the calls that never wait. (Clearing *err costs as much as they do: not without need.) */
+static int enter_briefly(struct fipc_queue *q, struct fipc_error *err) {
     int rc = fipc_queue_usable(q);
+    if (rc == FIPC_OK && !fipc_lock_try(&q->lock)) {
+        rc = fipc_lock_mine(&q->lock) ? FIPC_REENTRANT : FIPC_WOULD_BLOCK;
+    }
     if (rc != FIPC_OK) {
         no_error(err);
-        return rc;
     }
-    if (!fipc_lock_try(&q->lock)) {
-        return fipc_lock_mine(&q->lock) ? FIPC_REENTRANT : FIPC_WOULD_BLOCK;
+    return rc;
+}
+
+int fipc_queue_send_inline(fipc_queue *q, const struct fipc_piece *pieces, uint64_t n, uint32_t tag,
+                           struct fipc_error *err) {
+    int rc = enter_briefly(q, err);
+    if (rc != FIPC_OK) {
+        return rc;
     }
     struct fipc_gather g;
     rc = FIPC_WOULD_BLOCK;
@@ -91,6 +102,7 @@ int fipc_queue_send_inline(fipc_queue *q, const struct fipc_piece *pieces, uint6
         q->n_dead == 0 && !q->everyone_left && !fipc_queue_probe_due(q)) {
         int init = fipc_gather_init(&g, pieces, n);
         if (init != FIPC_OK) {
+            no_error(err);
             rc = init;
         } else {
             if (g.total <= least(q->ring.inline_bytes, FIPC_BRIEF_BYTES) &&
@@ -215,7 +227,6 @@ static int send_part(struct fipc_queue *q, uint32_t tag, struct fipc_call *call,
             return FIPC_OK; /* once more, with another chunk */
         }
     } else {
-        fipc_ring_scan(r); /* which was freed last? The last scan may be old. */
         q->part_chunk = fipc_ring_chunk_free(r, NULL);
         q->part_used = 0;
         q->part_first = r->next;
@@ -278,10 +289,13 @@ static int send_locked(struct fipc_queue *q, const struct fipc_piece *pieces, ui
         q->part_bytes = choose_part(q, g->total);
         q->part_chunk = FIPC_NO_CHUNK;
     }
-    while (g->done < g->total) {
+    for (uint32_t parts = 1; g->done < g->total; parts++) {
         rc = send_part(q, tag, call, err);
         if (rc != FIPC_OK) {
             return rc;
+        }
+        if (call->signals && parts % PARTS_BETWEEN_SIGNALS == 0 && g->done < g->total) {
+            return FIPC_INTERRUPTED;
         }
     }
     count_sent(q, g->total);
@@ -301,9 +315,11 @@ int fipc_queue_send(fipc_queue *q, const struct fipc_piece *pieces, uint64_t n, 
     int rc = FIPC_OK;
     if (!call->midway) {
         rc = fipc_queue_enter(q, call);
-        if (rc != FIPC_OK) {
-            return rc;
-        }
+    } else if (fipc_queue_forked(q)) { /* by a signal handler that ran meanwhile */
+        rc = FIPC_FORKED;
+    }
+    if (rc != FIPC_OK) {
+        return rc;
     }
     rc = send_locked(q, pieces, n, tag, call, err);
     bool again = rc == FIPC_INTERRUPTED || rc == FIPC_LONG_WAIT || rc == FIPC_EVICTED;
@@ -313,13 +329,8 @@ int fipc_queue_send(fipc_queue *q, const struct fipc_piece *pieces, uint64_t n, 
     return rc;
 }
 
-/* A child forked between lending and giving back must not give back what is its parent's. */
-static bool ours(const struct fipc_queue *q) {
-    return q->fork_generation == fipc_fork_generation();
-}
-
 void fipc_queue_send_abandon(fipc_queue *q, struct fipc_call *call) {
-    if (call->midway && ours(q)) {
+    if (call->midway && !fipc_queue_forked(q)) {
         send_end(q, call);
     }
 }
@@ -340,7 +351,6 @@ int fipc_queue_loan(fipc_queue *q, uint64_t len, struct fipc_call *call, void **
     q->loan = (struct fipc_record){.flags = FIPC_SLOT_FIRST | FIPC_SLOT_LAST | FIPC_SLOT_BARE,
                                    .chunk = FIPC_NO_CHUNK};
     if (rc == FIPC_OK && chunk) {
-        fipc_ring_scan(&q->ring); /* which was freed last? */
         q->loan.chunk = fipc_ring_chunk_free(&q->ring, NULL);
         q->loan.flags |= FIPC_SLOT_CHUNK;
         rc = have_pages(q, q->loan.chunk, len, err);
@@ -356,7 +366,7 @@ int fipc_queue_loan(fipc_queue *q, uint64_t len, struct fipc_call *call, void **
 }
 
 void fipc_queue_loan_commit(fipc_queue *q, uint64_t len) {
-    if (!ours(q)) {
+    if (fipc_queue_forked(q)) {
         return;
     }
     q->loan.len = q->loan.total = len;
@@ -369,7 +379,7 @@ void fipc_queue_loan_commit(fipc_queue *q, uint64_t len) {
 }
 
 void fipc_queue_loan_abort(fipc_queue *q) {
-    if (ours(q)) {
+    if (!fipc_queue_forked(q)) {
         fipc_queue_leave(q);
     }
 }
@@ -405,7 +415,10 @@ static const char *payload(struct fipc_queue *q, struct fipc_slot *slot,
     return fipc_ring_chunk(&q->ring, record->chunk) + record->offset;
 }
 
-/* Takes one slot. FIPC_OK: that completed a message, *out has it. FIPC_INTERRUPTED: it didn't. */
+#define TOOK_PART 1
+#define TOTAL_MAX (UINT64_C(1) << 46) /* half of a 48-bit address space, in bytes */
+
+/* Takes one slot. FIPC_OK: that completed a message, *out has it. TOOK_PART: it didn't. */
 static int take_slot(struct fipc_queue *q, struct fipc_message *out) {
     struct fipc_record record;
     bool bad;
@@ -414,7 +427,8 @@ static int take_slot(struct fipc_queue *q, struct fipc_message *out) {
         return FIPC_WOULD_BLOCK;
     }
     bool last = (record.flags & FIPC_SLOT_LAST) != 0;
-    if (bad) {
+    /* (a total beyond any memory can't be right either, and would be refused for ever) */
+    if (bad || record.total > TOTAL_MAX) {
         drop_partial(q);
         acknowledge(q, last);
         return FIPC_CORRUPT;
@@ -427,7 +441,7 @@ static int take_slot(struct fipc_queue *q, struct fipc_message *out) {
     } else if (!q->scatter.active) {
         /* the rest of a message that began before this reader did, or that was corrupt */
         acknowledge(q, last);
-        return FIPC_INTERRUPTED;
+        return TOOK_PART;
     }
     fipc_point("mid-read");
     int rc = record.total == q->scatter.total
@@ -443,7 +457,7 @@ static int take_slot(struct fipc_queue *q, struct fipc_message *out) {
         rc = fipc_scatter_finish(&q->scatter, out);
     } else if (rc == FIPC_OK) {
         acknowledge(q, false);
-        return FIPC_INTERRUPTED;
+        return TOOK_PART;
     }
     if (rc != FIPC_OK || last) {
         drop_partial(q);
@@ -460,24 +474,19 @@ int fipc_queue_recv(fipc_queue *q, struct fipc_call *call, struct fipc_message *
     if (rc != FIPC_OK) {
         return rc;
     }
-    rc = fipc_queue_adopt(q) ? FIPC_INTERRUPTED : FIPC_WOULD_BLOCK;
-    while (rc == FIPC_INTERRUPTED) {
+    rc = fipc_queue_adopt(q) ? TOOK_PART : FIPC_WOULD_BLOCK;
+    for (uint32_t parts = 1; rc == TOOK_PART; parts++) {
         rc = take_slot(q, out);
+        if (rc == TOOK_PART && parts % PARTS_BETWEEN_SIGNALS == 0) {
+            rc = FIPC_INTERRUPTED; /* what was taken stays with the reader */
+        }
     }
     fipc_queue_leave(q);
     return rc;
 }
 
-int fipc_queue_peek(fipc_queue *q, uint64_t limit, const void **ptr, uint64_t *len, uint32_t *tag,
-                    struct fipc_error *err) {
-    int rc = fipc_queue_usable(q);
-    if (rc != FIPC_OK) {
-        no_error(err);
-        return rc;
-    }
-    if (!fipc_lock_try(&q->lock)) {
-        return fipc_lock_mine(&q->lock) ? FIPC_REENTRANT : FIPC_WOULD_BLOCK;
-    }
+static int peek_locked(struct fipc_queue *q, uint64_t limit, const void **ptr, uint64_t *len,
+                       uint32_t *tag) {
     struct fipc_record record;
     bool bad;
     const uint32_t whole = FIPC_SLOT_FIRST | FIPC_SLOT_LAST | FIPC_SLOT_BARE;
@@ -494,8 +503,21 @@ int fipc_queue_peek(fipc_queue *q, uint64_t limit, const void **ptr, uint64_t *l
     return FIPC_OK;
 }
 
+int fipc_queue_peek(fipc_queue *q, uint64_t limit, const void **ptr, uint64_t *len, uint32_t *tag,
+                    struct fipc_error *err) {
+    int rc = enter_briefly(q, err);
+    return rc == FIPC_OK ? peek_locked(q, limit, ptr, len, tag) : rc;
+}
+
+int fipc_queue_peek_wait(fipc_queue *q, uint64_t limit, struct fipc_call *call, const void **ptr,
+                         uint64_t *len, uint32_t *tag, struct fipc_error *err) {
+    no_error(err);
+    int rc = fipc_queue_enter(q, call);
+    return rc == FIPC_OK ? peek_locked(q, limit, ptr, len, tag) : rc;
+}
+
 void fipc_queue_peek_done(fipc_queue *q) {
-    if (!ours(q)) {
+    if (fipc_queue_forked(q)) {
         return;
     }
     uint64_t len = fipc_ring_slot(&q->ring)->len;

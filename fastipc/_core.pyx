@@ -214,7 +214,9 @@ cdef class Sink:
         self.buffers = []
 
     def write(self, data):
-        self.stream.append(data)
+        # Only what can't change is kept as it is: something that is pickled later in the same
+        # message may change a bytearray.
+        self.stream.append(data if PyBytes_CheckExact(data) else bytes(data))
 
     def buffer(self, data):
         """pickle's buffer_callback."""
@@ -450,6 +452,8 @@ cdef class _Taking:
 
 # ---- one end of a queue -----------------------------------------------------------------------
 
+NOTHING = object()
+
 _PEER_STATES = {
     FIPC_PEER_FREE: "free", FIPC_PEER_JOINING: "joining", FIPC_PEER_ACTIVE: "active",
     FIPC_PEER_LEFT: "left", FIPC_PEER_DEAD: "dead",
@@ -464,8 +468,8 @@ cdef class Endpoint:
     Made by create_writer and attach_reader.
 
     notice(endpoint, kind, rank, pid, host, seconds, seq) is called with kind "waiting" (a wait for
-    this peer has lasted for `seconds`; rank None: the writer) or "evicted". No lock is held then,
-    unless a message is half sent.
+    this peer has lasted for `seconds`; rank None: the writer) or "evicted". No lock is held then;
+    while a message is half sent it is called in a thread of its own.
     """
 
     cdef fipc_queue *q
@@ -507,7 +511,16 @@ cdef class Endpoint:
             return f": reader rank {rank} has not attached yet"
         return f": reader rank {rank} (pid {e.pid} on {_text(e.host)}) has not read enough of it"
 
-    cdef int _check(self, int rc, fipc_error *e, object timeout) except -1:
+    cdef int _tell(self, kind, fipc_error *e, bint apart) except -1:
+        told = (self, kind, self._rank(e.reader), e.pid, _text(e.host), e.waited_ns / 1e9, e.seq)
+        if apart:
+            # This thread holds the writer, and what is told may run code that wants it.
+            threading.Thread(target=self.notice, args=told, daemon=True).start()
+        else:
+            self.notice(*told)
+        return 0
+
+    cdef int _check(self, int rc, fipc_error *e, object timeout, bint midway=False) except -1:
         """Maps a code to an exception; returns for those that ask for the same call again."""
         if rc == FIPC_OK:
             return 0
@@ -515,9 +528,7 @@ cdef class Endpoint:
             PyErr_CheckSignals()
             return 0
         if rc == FIPC_LONG_WAIT or rc == FIPC_EVICTED:
-            kind = "waiting" if rc == FIPC_LONG_WAIT else "evicted"
-            self.notice(self, kind, self._rank(e.reader), e.pid, _text(e.host), e.waited_ns / 1e9,
-                        e.seq)
+            self._tell("waiting" if rc == FIPC_LONG_WAIT else "evicted", e, midway)
             return 0
         if rc == FIPC_TIMEOUT:
             if self.is_writer:
@@ -536,9 +547,23 @@ cdef class Endpoint:
         """Every call begins here."""
         if self.q == NULL or self.closing:
             raise Closed("this end of the queue was shut down or closed")
+        if fipc_queue_forked(self.q):
+            _raise(FIPC_FORKED, NULL)
         if timeout is not None and not timeout >= 0:
             raise ValueError(
                 f"timeout must be None or a number of seconds of at least 0, not {timeout!r}")
+        return 0
+
+    cdef int _writing(self, object timeout) except -1:
+        self._open(timeout)
+        if not self.is_writer:
+            raise IPCError("only the writer sends; this end of the queue is a reader's")
+        return 0
+
+    cdef int _reading(self, object timeout) except -1:
+        self._open(timeout)
+        if self.is_writer:
+            raise IPCError("only readers receive; this end of the queue is the writer's")
         return 0
 
     cdef void _done(self) noexcept:
@@ -559,7 +584,7 @@ cdef class Endpoint:
         """Sends an object through the serializer. Small bytes objects travel as they are."""
         cdef fipc_piece one
         cdef Py_ssize_t joined
-        self._open(timeout)
+        self._writing(timeout)
         if PyBytes_CheckExact(obj) and PyBytes_GET_SIZE(obj) <= GIL_COPY_LIMIT:
             memset(&one, 0, sizeof(one))
             one.ptr = PyBytes_AS_STRING(obj)
@@ -575,7 +600,7 @@ cdef class Endpoint:
         SharedMemoryFull; then nothing is delivered."""
         cdef _Pins pins
         cdef fipc_piece one
-        self._open(timeout)
+        self._writing(timeout)
         if len(items) == 1 and PyBytes_CheckExact(items[0]):
             memset(&one, 0, sizeof(one))
             one.ptr = PyBytes_AS_STRING(items[0])
@@ -608,7 +633,7 @@ cdef class Endpoint:
                     rc = fipc_queue_send(self.q, pieces, n, tag, &call, &e)
                 if rc == FIPC_OK:
                     return 0
-                self._check(rc, &e, timeout)
+                self._check(rc, &e, timeout, call.midway)
         finally:
             fipc_queue_send_abandon(self.q, &call)  # only if an exception ended it midway
             self._done()
@@ -620,7 +645,8 @@ cdef class Endpoint:
         cdef fipc_call call
         cdef void *ptr = NULL
         cdef int rc
-        self._open(timeout)
+        cdef Loan loan = Loan.__new__(Loan)  # before anything is held that it would give back
+        self._writing(timeout)
         memset(&call, 0, sizeof(call))
         call.deadline = _deadline(timeout)
         call.signals = _runs_handlers()
@@ -635,20 +661,38 @@ cdef class Endpoint:
         except BaseException:
             self._done()
             raise
-        return _window(self, ptr, nbytes, False)
+        loan.lend(self, ptr, nbytes, False)
+        return loan
 
     def evict(self, uint32_t reader):
         """Stops waiting for a dead reader. ValueError when it is not dead."""
         cdef fipc_error e
         cdef int rc
-        self._open()
-        self.active += 1
-        with nogil:
-            rc = fipc_queue_evict(self.q, reader, &e)
-        self._done()
-        self._check(rc, &e, None)
+        while True:
+            self._writing(None)
+            self.active += 1
+            with nogil:
+                rc = fipc_queue_evict(self.q, reader, &e)
+            self._done()
+            if rc == FIPC_OK:
+                return
+            self._check(rc, &e, None)
 
     # -- the reader
+
+    def poll(self):
+        """get(0), but NOTHING when there is no message; so what it raises is not about that."""
+        cdef uint32_t tag
+        try:
+            message = self._recv(0, &tag)
+        except Empty:
+            return NOTHING
+        return self._load(message, tag)
+
+    cdef object _load(self, message, uint32_t tag):
+        if type(message) is bytes:
+            return message if tag == TAG_BYTES else self.load_one(message)
+        return bytes((<list>message)[0]) if tag == TAG_BYTES else self.load_many(message)
 
     def defer(self, error):
         """Makes the next get raise error."""
@@ -661,9 +705,7 @@ cdef class Endpoint:
             error, self.deferred = self.deferred, None
             raise error
         message = self._recv(timeout, &tag)
-        if type(message) is bytes:
-            return message if tag == TAG_BYTES else self.load_one(message)
-        return bytes((<list>message)[0]) if tag == TAG_BYTES else self.load_many(message)
+        return self._load(message, tag)
 
     def recv(self, timeout=None):
         """Takes one message: bytes when it is one small buffer, else a list of Block. Raises
@@ -679,7 +721,7 @@ cdef class Endpoint:
         cdef fipc_message m
         cdef int rc
         cdef bint called = False, waited = False, take
-        self._open(timeout)
+        self._reading(timeout)
         while True:
             rc = fipc_queue_peek(self.q, GIL_COPY_LIMIT, &ptr, &length, tag, &e)
             if rc == FIPC_OK:
@@ -724,7 +766,7 @@ cdef class Endpoint:
         cdef fipc_error e
         cdef fipc_call call
         cdef int rc
-        self._open(timeout)
+        self._reading(timeout)
         memset(&call, 0, sizeof(call))
         call.deadline = _deadline(timeout)
         call.signals = _runs_handlers()
@@ -745,20 +787,33 @@ cdef class Endpoint:
         cdef uint64_t length
         cdef uint32_t tag
         cdef fipc_error e
+        cdef fipc_call call
         cdef int rc
-        deadline = None if timeout is None else _deadline(timeout)
-        while True:
-            self._open(timeout)
-            rc = fipc_queue_peek(self.q, UINT64_MAX, &ptr, &length, &tag, &e)
-            if rc == FIPC_OK:
-                self.active += 1
-                return _window(self, <void *>ptr, length, True)
-            if rc == FIPC_INVALID:
-                raise DecodeError("the next message was not written by acquire_write: it is a "
-                                  "frame of several buffers or fragments")
-            if rc != FIPC_WOULD_BLOCK:
+        cdef Loan loan = Loan.__new__(Loan)  # before anything is held that it would give back
+        self._reading(timeout)
+        memset(&call, 0, sizeof(call))
+        call.deadline = _deadline(timeout)
+        call.signals = _runs_handlers()
+        self.active += 1
+        try:
+            while True:
+                with nogil:
+                    rc = fipc_queue_peek_wait(self.q, UINT64_MAX, &call, &ptr, &length, &tag, &e)
+                    if rc == FIPC_WOULD_BLOCK:
+                        rc = fipc_queue_wait_readable(self.q, &call, &e)
+                        if rc == FIPC_OK:
+                            continue
+                if rc == FIPC_OK:
+                    break
+                if rc == FIPC_INVALID:
+                    raise DecodeError("the next message was not written by acquire_write: it is a "
+                                      "frame of several buffers or fragments")
                 self._check(rc, &e, timeout)
-            self.wait_readable(_remaining(deadline))
+        except BaseException:
+            self._done()
+            raise
+        loan.lend(self, <void *>ptr, length, True)
+        return loan
 
     # -- both
 
@@ -843,17 +898,14 @@ cdef class Endpoint:
     def closed(self):
         return self.q == NULL or bool(self.closing)
 
+    @property
+    def busy(self):
+        """Calls are running, or a Loan is out: after close() the memory is still there."""
+        return self.active > 0
+
 
 cdef str _within(object timeout):
     return "" if not timeout else f" within {timeout} s"
-
-
-cdef object _remaining(object deadline):
-    """Seconds until an absolute time in ns; None for None."""
-    if deadline is None:
-        return None
-    now = fipc_now()
-    return (deadline - now) / 1e9 if deadline > now else 0
 
 
 cdef list _blocks(fipc_message *m):
@@ -869,7 +921,7 @@ cdef list _blocks(fipc_message *m):
 
 
 cdef int _raise(int rc, fipc_error *e) except -1:
-    text = _text(e.text)
+    text = "" if e == NULL else _text(e.text)
     if rc == FIPC_NO_SPACE:
         raise SharedMemoryFull(
             f"not enough room for shared memory: {e.needed} bytes are needed, {e.available} are "
@@ -900,6 +952,7 @@ cdef int _raise(int rc, fipc_error *e) except -1:
 # ---- memory in place --------------------------------------------------------------------------
 
 @cython.final
+@cython.no_gc_clear  # the collector must not take `end` away before it is given its memory back
 cdef class Loan:
     """Shared memory in place: a chunk or slot lent to the writer, or the next message lent to a
     reader. Exports its bytes until commit or abort."""
@@ -909,6 +962,15 @@ cdef class Loan:
     cdef readonly uint64_t nbytes
     cdef readonly bint reading
     cdef Py_ssize_t exports
+    cdef Endpoint lender  # kept from unmapping while there are exports
+
+    cdef void lend(self, Endpoint end, void *ptr, uint64_t nbytes, bint reading) noexcept:
+        """Takes over what the endpoint has locked and counted (active)."""
+        self.end = end
+        self.lender = end
+        self.ptr = ptr
+        self.nbytes = nbytes
+        self.reading = reading
 
     def __getbuffer__(self, Py_buffer *view, int flags):
         if self.end is None:
@@ -918,6 +980,14 @@ cdef class Loan:
 
     def __releasebuffer__(self, Py_buffer *view):
         self.exports -= 1
+        self._unpin()
+
+    cdef void _unpin(self) noexcept:
+        """The endpoint may unmap when the loan is over and nobody holds a view any more."""
+        cdef Endpoint lender = self.lender
+        if self.end is None and lender is not None and self.exports == 0:
+            self.lender = None
+            lender._done()
 
     cdef Endpoint _end(self):
         """Gives the memory back to the endpoint, which the caller then tells what became of it."""
@@ -942,29 +1012,21 @@ cdef class Loan:
             fipc_queue_peek_done(end.q)
         else:
             fipc_queue_loan_commit(end.q, n)
-        end._done()
+        self._unpin()
 
     def abort(self):
-        """Sends nothing; or leaves the message for the next call."""
+        """Sends nothing; or leaves the message for the next call. Views that are still held stay
+        readable, but what they show may change from now on."""
         cdef Endpoint end = self._end()
         if self.reading:
             fipc_queue_peek_undo(end.q)
         else:
             fipc_queue_loan_abort(end.q)
-        end._done()
+        self._unpin()
 
     def __dealloc__(self):
         if self.end is not None:
             self.abort()
-
-
-cdef Loan _window(Endpoint end, void *ptr, uint64_t nbytes, bint reading):
-    cdef Loan loan = Loan.__new__(Loan)
-    loan.end = end
-    loan.ptr = ptr
-    loan.nbytes = nbytes
-    loan.reading = reading
-    return loan
 
 
 # ---- making endpoints -------------------------------------------------------------------------
@@ -972,8 +1034,9 @@ cdef Loan _window(Endpoint end, void *ptr, uint64_t nbytes, bint reading):
 cdef int64_t _spin_ns(object spin_us) except? -2:
     if spin_us is None:
         return -1
-    if not 0 <= spin_us <= 1e6:
-        raise ValueError(f"spin_us must be between 0 and 1,000,000 microseconds, not {spin_us!r}")
+    # a spin looks for no signals: Ctrl-C waits for its end
+    if not 0 <= spin_us <= 50000:
+        raise ValueError(f"spin_us must be between 0 and 50,000 microseconds, not {spin_us!r}")
     return <int64_t>(<double>spin_us * 1000)
 
 
@@ -1066,7 +1129,10 @@ def wait_any(list ends, timeout=None):
     memset(&call, 0, sizeof(call))
     call.deadline = _deadline(timeout)
     call.signals = _runs_handlers()
-    closed = [i for i in range(n) if (<Endpoint?>ends[i]).q == NULL or (<Endpoint>ends[i]).closing]
+    for i in range(n):
+        if (<Endpoint?>ends[i]).is_writer:
+            raise IPCError("only readers are waited for; this end of the queue is the writer's")
+    closed = [i for i in range(n) if (<Endpoint>ends[i]).q == NULL or (<Endpoint>ends[i]).closing]
     if closed or n == 0:
         return closed
     queues = <fipc_queue **>PyMem_Malloc(n * sizeof(void *))
@@ -1075,6 +1141,7 @@ def wait_any(list ends, timeout=None):
         if queues == NULL or ready == NULL:
             raise MemoryError
         for i in range(n):
+            (<Endpoint>ends[i])._open()
             queues[i] = (<Endpoint>ends[i]).q
         while True:
             for i in range(n):

@@ -138,6 +138,7 @@ cdef extern from "fastipc.h" nogil:
     int fipc_queue_attach(fipc_queue **out, const fipc_address *address, uint32_t reader,
                           const fipc_attach_options *options, fipc_error *err)
     void fipc_queue_address(const fipc_queue *q, fipc_address *out)
+    bint fipc_queue_forked(const fipc_queue *q)
     void fipc_queue_shutdown(fipc_queue *q)
     void fipc_queue_close(fipc_queue *q)
     void fipc_queue_free(fipc_queue *q)
@@ -156,6 +157,8 @@ cdef extern from "fastipc.h" nogil:
     int fipc_queue_recv(fipc_queue *q, fipc_call *call, fipc_message *out, fipc_error *err)
     int fipc_queue_peek(fipc_queue *q, uint64_t limit, const void **ptr, uint64_t *len,
                         uint32_t *tag, fipc_error *err)
+    int fipc_queue_peek_wait(fipc_queue *q, uint64_t limit, fipc_call *call, const void **ptr,
+                             uint64_t *len, uint32_t *tag, fipc_error *err)
     void fipc_queue_peek_done(fipc_queue *q)
     void fipc_queue_peek_undo(fipc_queue *q)
     void fipc_message_clear(fipc_message *m)

@@ -118,7 +118,7 @@ def _warn_slow(tensor: Any) -> None:
             f"a tensor of this kind ({kind}) is sent by torch's own pickling, which copies it "
             "several times; plain dense CPU tensors are copied once",
             RuntimeWarning,
-            stacklevel=6,
+            stacklevel=5,
         )
 
 
@@ -147,13 +147,20 @@ def _reduce_tensor(torch: Any, tensor: Any) -> Any:
     item = tensor.element_size()
     nbytes = tensor.numel() * item
     address = tensor.data_ptr()
+    # The storage is what owns the memory: a tensor may be given another one at any time.
+    storage = tensor.untyped_storage()
+    reach = sum((n - 1) * s for n, s in zip(shape, tensor.stride(), strict=True)) + 1
+    if nbytes and (tensor.storage_offset() + reach) * item > storage.nbytes():
+        # its memory was taken away (sharded training does that): torch knows what to say of it
+        _warn_slow(tensor)
+        return NotImplemented
     if nbytes == 0 or tensor.is_contiguous():
-        piece = Piece.of_memory(address, nbytes, tensor)
+        piece = Piece.of_memory(address, nbytes, storage)
     elif _dense_order(shape, tensor.stride()) is not None:
-        piece = Piece.of_memory(address, nbytes, tensor)
+        piece = Piece.of_memory(address, nbytes, storage)
         strides = tensor.stride()
     else:
-        piece = Piece.of_strided(address, item, shape, tensor.stride(), tensor)
+        piece = Piece.of_strided(address, item, shape, tensor.stride(), storage)
     # "torch.float32" and so on; the name after the dot is an attribute of the module
     dtype = str(tensor.dtype)[6:]
     return _tensor, (pickle.PickleBuffer(piece), dtype, shape, strides, requires_grad, parameter)

@@ -14,19 +14,20 @@ import operator
 import os
 import secrets
 import sys
+import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, NoReturn, Self, SupportsIndex
+from typing import Any, Self, SupportsIndex
 
 from . import _core
 from .addresses import advertised
-from .errors import Closed, Empty, HandleMismatch, IPCError, NotReady, PeerDied
+from .errors import Closed, HandleMismatch, IPCError, NotReady
 from .handle import Handle
 from .hostinfo import available_cpus, boot_id, host_name, memory_headroom
-from .pickling import use_pickle
+from .serializers import Serializer, name_of, serializer_for, use
 from .settings import settings
 
 __all__ = ["MessageQueue", "ShmRingBuffer", "wait"]
@@ -39,10 +40,19 @@ MIB = 1 << 20
 _live: weakref.WeakSet[_End] = weakref.WeakSet()
 
 
+# How long the end of the process waits for threads to leave their calls, seconds: they are woken,
+# and need the GIL once. A thread that is still inside then leaves its end to look dead.
+_EXIT_PATIENCE = 0.3
+
+
 @atexit.register
 def _close_all() -> None:
-    for end in list(_live):
+    ends = list(_live)
+    for end in ends:
         end.close()
+    patience = time.monotonic() + _EXIT_PATIENCE
+    while any(end._end.busy for end in ends) and time.monotonic() < patience:
+        time.sleep(0.001)
 
 
 _exit_hook_of: int | None = None
@@ -95,14 +105,6 @@ def _report(
             "not read sequence %d",
             seconds, rank, pid, host, seq,
         )  # fmt: skip
-
-
-def _not_the_writer(*_: Any) -> NoReturn:
-    raise IPCError("only the writer enqueues; this end of the queue is a reader's")
-
-
-def _not_a_reader(*_: Any) -> NoReturn:
-    raise IPCError("only readers dequeue and are waited for; this end of the queue is the writer's")
 
 
 def _index(name: str, value: SupportsIndex, low: int, high: int) -> int:
@@ -427,7 +429,8 @@ class MessageQueue(_End):
             the system. Where all readers are local nothing listens anywhere.
         slots: how many messages (or parts of large ones) may be unread before enqueue waits.
         inline_bytes: messages up to this size travel in their slot; at most max_chunk_bytes.
-        serializer: "pickle".
+        serializer: "pickle"; "raw" (bytes-like objects in, bytes out); or an object with dumps and
+            loads (see fastipc.serializers), which readers must be given, too.
         spin_us: longest spin before a wait sleeps, in microseconds. None (or the variable
             FASTIPC_SPIN_US): learns from the recent waits, up to 300; 0 never spins.
         shm_dir: None puts the ring into a memfd, which has no name, no size limit but memory, and
@@ -461,7 +464,7 @@ class MessageQueue(_End):
         *,
         slots: int = 256,
         inline_bytes: int = 8192,
-        serializer: str = "pickle",
+        serializer: str | Serializer = "pickle",
         spin_us: float | None = None,
         shm_dir: str | os.PathLike[str] | None = None,
         on_reader_death: str = "raise",
@@ -487,8 +490,7 @@ class MessageQueue(_End):
                 f"remote_reader_ranks must be {n_remote} different ranks of no local reader, not "
                 f"{list(remote_ranks)}"
             )
-        if serializer != "pickle":
-            raise ValueError(f"there is no serializer {serializer!r}: use 'pickle'")
+        name = name_of(serializer)
         self._create(
             ranks,
             max_chunk_bytes,
@@ -498,16 +500,21 @@ class MessageQueue(_End):
             spin_us,
             shm_dir,
             on_reader_death,
-            serializer,
+            name,
             remote_ranks,
             connect_ip,
             secure,
         )
-        self._use_serializer()
+        self._use_serializer(serializer)
 
     @classmethod
     def create_from_handle(
-        cls, handle: Handle, rank: int, *, spin_us: float | None = None
+        cls,
+        handle: Handle,
+        rank: int,
+        *,
+        spin_us: float | None = None,
+        serializer: str | Serializer | None = None,
     ) -> MessageQueue:
         """Attaches to the queue as the reader of the given rank.
 
@@ -517,24 +524,28 @@ class MessageQueue(_End):
         A reader on another host connects in the background: wait_until_ready, or the first
         dequeue, raises what is wrong.
 
+        Args:
+            serializer: the writer's, if it isn't one that fastipc has; by default the handle's.
+
         Raises:
-            HandleMismatch: the handle leads nowhere, or to another queue, or the rank is taken.
+            HandleMismatch: the handle leads nowhere, or to another queue, or the rank is taken,
+                or the serializer is another one.
             ValueError: the queue has no reader of this rank.
         """
+        if not isinstance(handle, Handle):
+            raise TypeError(
+                f"a Handle is needed (export_handle() makes one), not {type(handle).__name__}"
+            )
+        chosen = serializer_for(handle.serializer, serializer)
         self = cls.__new__(cls)
         self._attach(handle, rank, spin_us)
-        self._use_serializer()
+        self._use_serializer(chosen)
         return self
 
-    def _use_serializer(self) -> None:
-        use_pickle(self._end)
+    def _use_serializer(self, serializer: str | Serializer) -> None:
         # bound once: these are the calls that every message makes
-        self._put: Callable[..., Any] = _not_the_writer
-        self._get: Callable[..., Any] = _not_a_reader
-        if self._rank is None:
-            self._put = self._end.put
-        else:
-            self._get = self._end.get
+        self._put = use(self._end, serializer)
+        self._get = self._end.get
         # These two are called for every message. Where no subclass has its own, the end's methods
         # take their place: a Python frame less is a third less for a small message.
         if type(self).enqueue is MessageQueue.enqueue:
@@ -590,14 +601,13 @@ class MessageQueue(_End):
         objects = [self.dequeue(timeout)]
         while len(objects) < limit:
             try:
-                objects.append(self._get(0))
-            except Empty:
-                break
-            except (Closed, PeerDied):
-                break  # the next call meets it again
-            except Exception as error:
+                message = self._end.poll()
+            except BaseException as error:
                 self._end.defer(error)
                 break
+            if message is _core.NOTHING:
+                break
+            objects.append(message)
         return objects
 
     def __iter__(self) -> Iterator[Any]:
@@ -667,11 +677,7 @@ def wait(queues: Sequence[MessageQueue], timeout: float | None = None) -> list[M
     Thread safe. Raises IPCError for a writer's end.
     """
     queues = list(queues)
-    ends: list[Any] = []
-    for queue in queues:
-        if queue._rank is None:
-            _not_a_reader()
-        ends.append(queue._end)
+    ends: list[Any] = [queue._end for queue in queues]
     if all(type(end) is _core.Endpoint for end in ends):
         return [queues[i] for i in _core.wait_any(ends, timeout)]
     from .remote import wait_any

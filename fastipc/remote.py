@@ -41,6 +41,8 @@ def wait_any(ends: Sequence[Any], timeout: float | None = None) -> list[int]:
         raise ValueError(
             f"timeout must be None or a number of seconds of at least 0, not {timeout!r}"
         )
+    if any(end.is_writer for end in ends):
+        raise IPCError("only readers are waited for; this end of the queue is the writer's")
     deadline = until(timeout)
     local = [end for end in ends if isinstance(end, _core.Endpoint)]
     remote = [end for end in ends if isinstance(end, RemoteReader)]

@@ -176,7 +176,30 @@ class RemoteEnd:
         self._load_one = load_one
         self._load_many = load_many
 
+    def put(self, obj: Any, timeout: float | None = None) -> None:
+        """As Endpoint.put, for the writer."""
+        self._check(timeout)
+        raise IPCError("only the writer sends; this end of the queue is a reader's")
+
+    def get(self, timeout: float | None = None, indefinite: bool = False) -> Any:
+        """As Endpoint.get, for readers."""
+        self._check(timeout)
+        raise IPCError("only readers receive; this end of the queue is the writer's")
+
+    def send(self, items: list[Any], joined: int, timeout: float | None = None) -> None:
+        """As Endpoint.send, for the writer."""
+        self.put(None, timeout)
+
+    def poll(self) -> Any:
+        """As Endpoint.poll, for readers."""
+        return self.get(0)
+
     # -- the end
+
+    @property
+    def busy(self) -> bool:
+        """As Endpoint.busy."""
+        return self._turn.taken
 
     @property
     def closed(self) -> bool:

@@ -373,7 +373,17 @@ class RemoteReader(RemoteEnd):
         if self._deferred is not None:
             error, self._deferred = self._deferred, None
             raise error
-        message = self.recv(timeout)
+        return self._load(self.recv(timeout))
+
+    def poll(self) -> Any:
+        """As Endpoint.poll."""
+        try:
+            message = self.recv(0)
+        except Empty:
+            return _core.NOTHING
+        return self._load(message)
+
+    def _load(self, message: bytes | list[_core.Block]) -> Any:
         if isinstance(message, bytes):
             return self._load_one(message)
         return self._load_many(message)
