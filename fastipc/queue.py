@@ -12,15 +12,16 @@ import itertools
 import logging
 import operator
 import os
+import pickle
 import secrets
 import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from . import _core
 from .addresses import advertised
@@ -31,6 +32,9 @@ from .serializers import Serializer, name_of, serializer_for, use
 from .settings import settings
 
 __all__ = ["MessageQueue", "ShmRingBuffer", "wait"]
+
+if TYPE_CHECKING:
+    from .aio import Waiter
 
 logger = logging.getLogger("fastipc")
 
@@ -105,6 +109,13 @@ def _report(
             "not read sequence %d",
             seconds, rank, pid, host, seq,
         )  # fmt: skip
+
+
+def _nbytes(item: Any) -> int:
+    """Of a piece of a message."""
+    if isinstance(item, pickle.PickleBuffer):
+        item = memoryview(item).obj
+    return int(item.nbytes) if hasattr(item, "nbytes") else len(item)
 
 
 def _index(name: str, value: SupportsIndex, low: int, high: int) -> int:
@@ -542,9 +553,71 @@ class MessageQueue(_End):
         self._use_serializer(chosen)
         return self
 
+    @staticmethod
+    def create_from_process_group(
+        pg: Any,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        writer_rank: int = 0,
+        external_writer_handle: Handle | None = None,
+        blocking: bool = True,
+    ) -> MessageQueue:
+        """A queue among the members of a process group. Collective: every member calls it.
+
+        Who is on the writer's host is found by trying to open its shared memory; the others read
+        over TCP. Ranks are ranks of the group.
+
+        Args:
+            pg: a torch.distributed ProcessGroup, or any object with ``rank``, ``world_size`` and
+                ``broadcast_obj(obj, src)``.
+            max_chunk_bytes, max_chunks: as in MessageQueue.
+            writer_rank: who gets the writer's end; all others get a reader's.
+            external_writer_handle: given by the member writer_rank only: the handle of a queue
+                that somebody else writes. Then every member, that one too, reads it, as the
+                reader of its own rank.
+            blocking: wait until everyone is ready; otherwise wait_until_ready is the caller's.
+
+        Raises:
+            Whatever making the queue or attaching to it raised at any member: at every member.
+            ValueError: writer_rank is no rank of the group, or the group has one member.
+            TypeError: pg is no process group.
+        """
+        from .groups import create_from_process_group
+
+        return create_from_process_group(
+            pg, max_chunk_bytes, max_chunks, writer_rank, external_writer_handle, blocking
+        )
+
+    @staticmethod
+    def create_from_process_group_single_reader(
+        pg: Any,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        reader_rank: int = 0,
+        blocking: bool = False,
+    ) -> tuple[MessageQueue, list[Handle]]:
+        """A queue from each member of a process group to one of them. Collective.
+
+        Every member, the reader too, gets the writer's end of a queue of its own with one reader.
+        The member reader_rank also gets the handles of all, by rank, and attaches to each:
+        ``MessageQueue.create_from_handle(handle, 0)``. The others get an empty list.
+
+        Args:
+            blocking: each writer waits until the reader has attached; the reader itself doesn't
+                wait, since it attaches later.
+
+        Raises as create_from_process_group.
+        """
+        from .groups import create_from_process_group_single_reader
+
+        return create_from_process_group_single_reader(
+            pg, max_chunk_bytes, max_chunks, reader_rank, blocking
+        )
+
     def _use_serializer(self, serializer: str | Serializer) -> None:
         # bound once: these are the calls that every message makes
-        self._put = use(self._end, serializer)
+        self._put, self._dump = use(self._end, serializer)
+        self._waiter: Waiter | None = None
         self._get = self._end.get
         # These two are called for every message. Where no subclass has its own, the end's methods
         # take their place: a Python frame less is a third less for a small message.
@@ -626,6 +699,44 @@ class MessageQueue(_End):
             self.enqueue(obj)
             return obj
         return self.dequeue()
+
+    # -- asyncio (aio.py is imported with the first call)
+
+    async def enqueue_async(self, obj: Any, timeout: float | None = None) -> None:
+        """enqueue for coroutines: the event loop goes on while this waits for room.
+
+        Cancelled, it has sent nothing; except that a message larger than a chunk, once it is
+        waiting for room, may still be sent. obj must not be changed before this has returned.
+        Raises as enqueue.
+        """
+        from . import aio
+
+        items, joined = self._dump(obj)
+        size = sum(_nbytes(item) for item in items)
+        send = self._end.send
+        brief = size <= self.export_handle().max_chunk_bytes // 2
+        await aio.enqueue(lambda seconds: send(items, joined, seconds), brief, timeout)
+
+    async def dequeue_async(self, timeout: float | None = None) -> Any:
+        """dequeue for coroutines: the event loop goes on while this waits.
+
+        Cancelled, it has taken no message. Any number of coroutines may wait at once. Raises as
+        dequeue.
+        """
+        from . import aio
+
+        if self._waiter is None:
+            self._waiter = aio.Waiter(self._end.wait_readable)
+        return await aio.dequeue(self._get, self._waiter, timeout)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        """Messages until the writer has closed."""
+        while True:
+            try:
+                message = await self.dequeue_async()
+            except Closed:
+                return
+            yield message
 
     # -- the verbs of queue.Queue
 

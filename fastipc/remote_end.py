@@ -194,6 +194,10 @@ class RemoteEnd:
         """As Endpoint.poll, for readers."""
         return self.get(0)
 
+    def wait_readable(self, timeout: float | None = None) -> None:
+        """As Endpoint.wait_readable, for readers."""
+        self.get(timeout)
+
     # -- the end
 
     @property

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from .errors import HandleMismatch
-from .pickling import use_pickle
+from .pickling import Dump, use_pickle
 
 __all__ = ["Serializer", "name_of", "serializer_for", "use"]
 
@@ -35,7 +35,7 @@ class Serializer(Protocol):
 Put = Callable[..., None]
 
 
-def _use_raw(end: Any) -> None:
+def _use_raw(end: Any) -> Dump:
     def dump(obj: Any) -> tuple[list[Any], int]:
         try:
             view = memoryview(obj)
@@ -47,10 +47,11 @@ def _use_raw(end: Any) -> None:
         return [view if view.c_contiguous else view.tobytes()], 1
 
     end.use_serializer(dump, bytes, lambda blocks: bytes(blocks[0]))
+    return dump
 
 
 # name -> what makes an end use it; each is imported with its first use
-_KNOWN: dict[str, Callable[[Any], None]] = {"pickle": use_pickle, "raw": _use_raw}
+_KNOWN: dict[str, Callable[[Any], Dump]] = {"pickle": use_pickle, "raw": _use_raw}
 
 
 def name_of(serializer: str | Serializer) -> str:
@@ -93,24 +94,27 @@ def serializer_for(name: str, given: str | Serializer | None) -> str | Serialize
     return given
 
 
-def use(end: Any, serializer: str | Serializer) -> Put:
-    """Makes an end use it; returns what sends an object: put(obj, timeout=None)."""
+def use(end: Any, serializer: str | Serializer) -> tuple[Put, Dump]:
+    """Makes an end use it. Returns what sends an object: put(obj, timeout=None); and its part that
+    makes the pieces of a message."""
     if isinstance(serializer, str):
-        _KNOWN[serializer](end)
-        put: Put = end.put
-        return put
+        return end.put, _KNOWN[serializer](end)
     dumps, loads = serializer.dumps, serializer.loads
 
-    def send(obj: Any, timeout: float | None = None) -> None:
+    def dump(obj: Any) -> tuple[list[Any], int]:
         buffers = list(dumps(obj))
         if not buffers:
             raise ValueError(f"{type(serializer).__name__}.dumps returned no buffer")
-        end.send(buffers, 1, timeout)
+        return buffers, 1
+
+    def put(obj: Any, timeout: float | None = None) -> None:
+        # (the end's own put has a short way for bytes, around the serializer)
+        buffers, joined = dump(obj)
+        end.send(buffers, joined, timeout)
 
     end.use_serializer(
-        # put isn't used: it has a way of its own for bytes
-        lambda obj: (list(dumps(obj)), 1),
+        dump,
         lambda one: loads([memoryview(bytearray(one))]),
         lambda blocks: loads([memoryview(block) for block in blocks]),
     )
-    return send
+    return put, dump

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import time
 from multiprocessing.connection import Connection
@@ -72,8 +71,7 @@ def bounded_writer(connection: Connection, options: dict[str, Any]) -> int:
                         queue.enqueue(array, timeout=0.5)
                         n += 1
                 except fastipc.Full as error:
-                    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-                    connection.send((n, peak, str(error)))
+                    connection.send((n, str(error)))
             else:
                 array[:8] = np.frombuffer(n.to_bytes(8, "little"), np.uint8)
                 queue.enqueue(array)

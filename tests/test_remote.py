@@ -420,10 +420,11 @@ def test_a_stopped_reader_bounds_the_writer_and_misses_nothing(
         before = _peak(writer.pid)
         remote.stop()
         writer.tell("fill")
-        n, peak, text = heard(writer)
+        n, text = heard(writer)
         assert 50 < n <= 50 + 2 * credit
         assert "rank 1" in text
-        assert peak - before < 6 * credit * MIB
+        # what may be unread, once more for chance, and nothing like all that was offered
+        assert _peak(writer.pid) - before < 2 * credit * MIB
         remote.resume()
         for _ in range(20):
             writer.tell("one")

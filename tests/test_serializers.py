@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -64,13 +63,13 @@ SIZES = [0, 1, 63, 64, 65, 8192, 8193, 65535, 65536, 65537, 1 << 20, 3_000_000]
 
 
 @pytest.fixture
-def no_pickle(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_pickle(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("pickle was used")
 
     for name in ("dumps", "loads", "dump", "load"):
         monkeypatch.setattr(pickle, name, refuse)
-    yield
+    return
 
 
 @pytest.mark.usefixtures("no_pickle")
