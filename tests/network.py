@@ -94,8 +94,8 @@ def enter(namespace: str) -> None:
         os.close(fd)
 
 
-@pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
+def made_or_skipped() -> Iterator[Network]:
+    """For a fixture."""
     try:
         made = Network()
     except OSError as error:

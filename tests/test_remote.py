@@ -7,11 +7,12 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import remote_workers as jobs
-from network import BadLine, Hosts, Network, bad_line, many, network  # noqa: F401
+from network import BadLine, Hosts, Network, bad_line, made_or_skipped, many
 from support import NIGHTLY, Member, Team, eventually, in_fork
 from workers import check_all
 
@@ -36,12 +37,23 @@ FRESH_QUEUES = 1000 if NIGHTLY else 100
 CREATIONS = 100 if NIGHTLY else 10
 
 
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    yield from made_or_skipped()
+
+
 def heard(member: Member) -> object:
     """The next thing that a child reports."""
     got = member._connection.recv()
     if isinstance(got, tuple) and len(got) == 2 and got[0] == "error":
         raise got[1]
     return got
+
+
+def send_for_ever(writer: MessageQueue, obj: object) -> None:
+    while True:
+        writer.enqueue(obj, timeout=30)
+        time.sleep(0.01)
 
 
 class Ends:
@@ -445,12 +457,10 @@ def test_messages_and_bytes_are_credit() -> None:
     with Ends(1, max_chunk_bytes=MIB, max_chunks=2, slots=4) as ends:
         (reader,) = ends.readers
         writer = ends.writer
-        sent = 0
+        for i in range(4):
+            writer.enqueue(i, timeout=0)
         with pytest.raises(Full, match="rank 0"):
-            for i in range(10):
-                writer.enqueue(i, timeout=0)
-                sent += 1
-        assert sent == 4
+            writer.enqueue(4, timeout=0)
         assert writer.full()
         assert writer.qsize() == 4
         with pytest.raises(Full):
@@ -626,9 +636,7 @@ def test_a_dead_reader_is_named_and_can_be_replaced() -> None:
                 writer.evict(0)
             first.kill()
             with pytest.raises(PeerDied) as caught:
-                while True:
-                    writer.enqueue("b", timeout=30)
-                    time.sleep(0.01)
+                send_for_ever(writer, "b")
             assert (caught.value.rank, caught.value.pid) == (0, first.pid)
             with pytest.raises(PeerDied):
                 writer.enqueue("still")
@@ -707,8 +715,7 @@ def test_readers_may_leave_and_the_last_one_closes() -> None:
             assert readers[2].dequeue(30) == i
         readers[2].close()
         with pytest.raises(Closed, match="every reader"):
-            while True:
-                writer.enqueue("x", timeout=30)
+            send_for_ever(writer, "x")
 
 
 def test_exit_with_a_reader_that_is_gone_does_not_linger(start_child) -> None:
