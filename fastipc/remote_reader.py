@@ -17,6 +17,7 @@ import zmq
 from . import _core, addresses, keeper, wire
 from .errors import Closed, DecodeError, Empty, HandleMismatch, IPCError, NotReady, PeerDied
 from .hostinfo import host_name
+from .liveness import Sign
 from .remote_end import (
     SHUT,
     SLICE,
@@ -104,6 +105,7 @@ class RemoteReader(RemoteEnd):
         except ValueError as error:
             raise HandleMismatch(f"the handle's address can't be used here: {error}") from None
         self.endpoint = addresses.endpoint(self._host, self._port)
+        self._sign = Sign((self._host, self._port), self._nonce)
         # Upstream there are only a few words; when connected they leave at once.
         self._open_socket(zmq.XSUB, 500)
         try:
@@ -135,7 +137,7 @@ class RemoteReader(RemoteEnd):
 
     def tcp(self) -> tuple[int, tuple[str, int] | None]:
         """For the keeper."""
-        return 0, (self._host.partition("%")[0], self._port)
+        return self._sign.port, (self._host.partition("%")[0], self._port)
 
     @property
     def _next(self) -> int:
@@ -146,7 +148,9 @@ class RemoteReader(RemoteEnd):
 
     def _hello(self) -> None:
         wanted = self._next if self._welcomed else wire.ANY
-        hello = wire.Hello(self._nonce, self._rank, wanted, os.getpid(), host_name())
+        hello = wire.Hello(
+            self._nonce, self._rank, wanted, os.getpid(), host_name(), self._sign.text
+        )
         # A new connection's way out is only known after this look.
         self._socket.get(zmq.EVENTS)
         self._tell(wire.HELLO, hello.pack())
@@ -197,6 +201,8 @@ class RemoteReader(RemoteEnd):
                 self._failed_handshakes += 1
             self._linked = self._connected = self._greeted = False
             self._probe_next = now
+        elif event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH):
+            self._failed_handshakes = REFUSALS  # ZMQ doesn't try again
         elif event in (zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED):
             self._connected = self._linked
 
@@ -498,7 +504,10 @@ class RemoteReader(RemoteEnd):
         """For the keeper."""
         if self._gone:
             return ()
-        return (self._monitor_fd, self._fd) if self._idle() else (self._monitor_fd,)
+        always = [self._monitor_fd]
+        if self._sign.fileno() >= 0:
+            always.append(self._sign.fileno())
+        return (*always, self._fd) if self._idle() else tuple(always)
 
     def _idle(self) -> bool:
         """Whether no call is at work, or has been since the keeper's last look."""
@@ -509,6 +518,7 @@ class RemoteReader(RemoteEnd):
         return keeper.TICK if self._linked else keeper.SOON
 
     def _look_after(self, now: float) -> None:
+        self._sign.answer()
         idle = self._idle()
         self._calls_seen = self._calls
         failure = self._failure
@@ -544,6 +554,8 @@ class RemoteReader(RemoteEnd):
 
     def _give_back(self, linger_ms: int = 0) -> None:
         self._end_probe()
+        if hasattr(self, "_sign"):
+            self._sign.close()
         if not self._gone and self._linked:
             self._acknowledge(wire.LEFT)
             linger_ms = 500

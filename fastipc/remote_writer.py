@@ -18,6 +18,7 @@ import zmq
 from . import _core, addresses, keeper, wire
 from .errors import Closed, Full, NotReady, PeerDied
 from .hostinfo import host_name
+from .liveness import Probe
 from .remote_end import (
     SHUT,
     SLICE,
@@ -35,9 +36,12 @@ __all__ = ["RemoteWriter"]
 
 logger = logging.getLogger("fastipc")
 
-# A lost reader that doesn't connect within this time is dead: it costs a living one 20 ms, a
-# round trip, and no help from Python. Below the second in which death is to be reported.
-RECONNECT_SECONDS = 0.75
+# How often a lost reader is knocked at.
+KNOCK_SECONDS = 0.2
+# How long the first answer may take.
+ANSWER_SECONDS = 2.0
+# How many unanswered knocks it takes to give up on one whose port nobody has answered at yet.
+KNOCKS_MOST = 5
 # A writer that waits for acknowledgements asks for them after 1 s, 2 s, 4 s, ... 30 s.
 STATUS_SECONDS = 1.0
 STATUS_SECONDS_MOST = 30.0
@@ -67,7 +71,10 @@ class _Member:
     state: str = "active"  # active, left, dead, evicted
     lost: float | None = None
     has_closed: bool = False
-    silenced: bool = False  # its death has been logged
+    sign: str = ""
+    probe: Probe | None = field(default=None, repr=False)
+    knocks: int = 0
+    believed: bool = False  # a knock at its sign has been answered, so a refusal means death
 
     def __str__(self) -> str:
         return f"reader rank {self.rank} (pid {self.pid} on {self.host})"
@@ -145,6 +152,7 @@ class RemoteWriter(RemoteEnd):
         self._next_status = 0.0
         self._status_seconds = STATUS_SECONDS
         self._closed_said = 0.0
+        self._scope = host.partition("%")[2]
         self._moved = 0  # bytes, and when that last changed
         self._moved_at = 0.0
         self._sent_bytes = self._resent = self._waits = 0
@@ -217,14 +225,21 @@ class RemoteWriter(RemoteEnd):
         first = self._retained[0]
         return self._retained[-1].total - first.total + first.size
 
+    def _give_back(self, linger_ms: int = 0) -> None:
+        for member in getattr(self, "_members", {}).values():
+            if member.probe is not None:
+                member.probe.close()
+        super()._give_back(linger_ms)
+
     def descriptors(self) -> tuple[int, ...]:
         """For the keeper."""
         return () if self._gone else (self._fd, self._monitor_fd)
 
     def patience(self) -> float:
         """For the keeper."""
-        lost = any(m.state == "active" and m.lost is not None for m in list(self._members.values()))
-        return keeper.SOON if lost or self._closing else keeper.TICK
+        members = list(self._members.values())
+        soon = any(m.state == "active" and (m.lost is not None or m.probe) for m in members)
+        return keeper.SOON if soon or self._closing else keeper.TICK
 
     def _look_after(self, now: float) -> None:
         for event, value in self._monitored():
@@ -309,7 +324,10 @@ class RemoteWriter(RemoteEnd):
                 hello, f"the rank is taken: pid {member.pid} on {member.host} is attached as it"
             )
         else:
+            if member is not None and member.probe is not None:
+                member.probe.close()
             member = _Member(hello.rank, hello.nonce, hello.pid, hello.host, self._head, self._head)
+            member.sign = hello.sign
             self._members[hello.rank] = member
             self._trim(now)
         if hello.wanted == wire.ANY:
@@ -370,25 +388,50 @@ class RemoteWriter(RemoteEnd):
             self._retained.popleft()
 
     def _judge(self, now: float) -> None:
-        """Who has been lost for too long is dead: soon if nobody is connecting, and later if
-        somebody is, who may be the one."""
-        lost = [m for m in self._members.values() if m.state == "active" and m.lost is not None]
-        if not lost:
-            return
-        connecting = len(self._accepted) > sum(self._connections.values())
-        for member in lost:
-            assert member.lost is not None
-            limit = self._grace if connecting else min(RECONNECT_SECONDS, self._grace)
-            if now - member.lost < limit:
+        """Whose connection is lost: is it dead? See liveness.py."""
+        for member in list(self._members.values()):
+            if member.state != "active":
                 continue
-            if self._evict_dead:
-                member.state = "evicted"
-                self._notice(
-                    self, "evicted", member.rank, member.pid, member.host, now - member.lost, 0
-                )
-                self._trim(now)
-            else:
-                member.state = "dead"
+            result = self._knock(member, now)
+            if member.lost is None:
+                continue
+            if result in ("alive", "taken") and member.believed:
+                member.lost = now  # it will be back
+            elif member.believed and result == "refused":
+                self._bury(member, now)
+            elif now - member.lost >= self._grace and not (member.believed and member.probe):
+                self._bury(member, now)
+
+    def _knock(self, member: _Member, now: float) -> str | None:
+        """How the last knock at a reader's sign went, if there is news."""
+        if member.probe is None:
+            if member.sign and (not member.believed or member.lost is not None):
+                member.probe = Probe(member.sign, self._scope, member.nonce, now)
+            return None
+        # Who has answered before needn't answer again: its kernel does.
+        result = member.probe.look(now, 0.0 if member.believed else ANSWER_SECONDS)
+        if result is None:
+            return None
+        if result == "alive":
+            member.believed = True
+        elif not member.believed:
+            # It can't be knocked at; or is busy, and may answer another time.
+            member.knocks += 1
+            if result != "taken" or member.knocks >= KNOCKS_MOST:
+                member.sign = ""
+        if member.lost is None or now - member.probe.began >= KNOCK_SECONDS:
+            member.probe = None
+            return result
+        return result if result == "refused" else None
+
+    def _bury(self, member: _Member, now: float) -> None:
+        if self._evict_dead:
+            member.state = "evicted"
+            lost = 0.0 if member.lost is None else now - member.lost
+            self._notice(self, "evicted", member.rank, member.pid, member.host, lost, 0)
+            self._trim(now)
+        else:
+            member.state = "dead"
 
     # -- sending. All of it under the lock.
 

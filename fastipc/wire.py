@@ -49,7 +49,7 @@ _TEXT_MOST = 200  # bytes of a host's name or of a reason
 # topic to all, kind, flags, number: sequence or head
 FRAME = struct.Struct("<22sBBQ")
 _WELCOME = struct.Struct("<BQQQ")  # ready, start, credit in messages, credit in bytes
-_HELLO = struct.Struct("<8sqQq")  # nonce, rank, wanted, pid; then the host's name
+_HELLO = struct.Struct("<8sqQq")  # nonce, rank, wanted, pid; then the host's name, 0, sign
 _ACK = struct.Struct("<8sQQB")  # nonce, consumed, received, flags
 KIND_AT = 22  # of the frames to all and to the writer
 
@@ -124,15 +124,18 @@ class Hello:
     wanted: int
     pid: int
     host: str
+    sign: str = ""  # where it can be knocked at; see liveness.py
 
     def pack(self) -> bytes:
-        return _HELLO.pack(self.nonce, self.rank, self.wanted, self.pid) + pack_text(self.host)
+        head = _HELLO.pack(self.nonce, self.rank, self.wanted, self.pid)
+        return head + pack_text(self.host.replace("\0", "")) + b"\0" + pack_text(self.sign)
 
     @classmethod
     def unpack(cls, body: bytes) -> Hello:
         """Raises struct.error."""
         nonce, rank, wanted, pid = _HELLO.unpack_from(body)
-        return cls(nonce, rank, wanted, pid, unpack_text(body[_HELLO.size :]))
+        host, _, sign = body[_HELLO.size :].partition(b"\0")
+        return cls(nonce, rank, wanted, pid, unpack_text(host), unpack_text(sign))
 
 
 @dataclass(frozen=True)

@@ -699,6 +699,96 @@ def test_a_stopped_reader_is_not_dead() -> None:
             reader.said(i)
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_reader_whose_connection_is_torn_is_not_dead_either(run_child, stopped: bool) -> None:
+    """Far longer than the grace, since the writer can see that its process is there."""
+    run_child(
+        f"""
+        import os, signal, sys, time
+        import network
+        import remote_workers as jobs
+        from support import Team, eventually
+        from fastipc import MessageQueue
+        from fastipc.addresses import split_endpoint
+        if __name__ == "__main__":
+            with (
+                Team("spawn") as team,
+                MessageQueue(1, 0, connect_ip="127.0.0.1") as writer,
+                network.BadLine(split_endpoint(writer.export_handle().address)) as line,
+            ):
+                handle = line.handle(writer.export_handle())
+                reader = team.start(jobs.echo_reader, handle, 0)
+                writer.wait_until_ready(60)
+                reader.said("attached")
+                member = writer._end._members[0]
+                eventually(lambda: member.believed)
+                if {stopped}:
+                    reader.stop()
+                line.paused.set()
+                line.tear()
+                eventually(lambda: member.lost is not None)
+                until = time.monotonic() + 4
+                n = 0
+                while time.monotonic() < until:
+                    writer.enqueue(n)
+                    n += 1
+                    time.sleep(0.05)
+                reader.resume()
+                line.paused.clear()
+                for i in range(n):
+                    reader.said(i)
+                reader.kill()
+        """,
+        env={"FASTIPC_REMOTE_GRACE": "0.5", "PYTHONPATH": os.path.dirname(__file__)},
+    )
+
+
+def test_a_reader_that_cannot_be_knocked_at_has_a_time_of_grace(run_child) -> None:
+    run_child(
+        """
+        import threading, time
+        import network
+        from fastipc import MessageQueue, PeerDied, liveness
+        from fastipc.addresses import split_endpoint
+        made = liveness.Sign.__init__
+        def without(self, *args):
+            made(self, *args)
+            self.text = ""
+        liveness.Sign.__init__ = without
+        with (
+            MessageQueue(1, 0, connect_ip="127.0.0.1") as writer,
+            network.BadLine(split_endpoint(writer.export_handle().address)) as line,
+        ):
+            handle = line.handle(writer.export_handle())
+            with MessageQueue.create_from_handle(handle, 0) as reader:
+                writer.wait_until_ready(60)
+                line.tear()
+                for i in range(20):
+                    writer.enqueue(i)
+                    assert reader.dequeue(30) == i
+                line.paused.set()
+                line.tear()
+                try:
+                    while True:
+                        writer.enqueue("?", timeout=60)
+                        time.sleep(0.01)
+                except PeerDied as error:
+                    assert error.rank == 0
+                line.paused.clear()
+                # it was not dead, and says so
+                while True:
+                    try:
+                        writer.enqueue("here again", timeout=60)
+                        break
+                    except PeerDied:
+                        time.sleep(0.01)
+                while reader.dequeue(60) != "here again":
+                    pass
+        """,
+        env={"FASTIPC_REMOTE_GRACE": "1.5", "PYTHONPATH": os.path.dirname(__file__)},
+    )
+
+
 def test_readers_may_leave_and_the_last_one_closes() -> None:
     with MessageQueue(3, 1, connect_ip=LOOPBACK, slots=4) as writer:
         handle = writer.export_handle()
