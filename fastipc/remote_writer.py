@@ -397,9 +397,10 @@ class RemoteWriter(RemoteEnd):
                 continue
             if result in ("alive", "taken") and member.believed:
                 member.lost = now  # it will be back
-            elif member.believed and result == "refused":
-                self._bury(member, now)
-            elif now - member.lost >= self._grace and not (member.believed and member.probe):
+                continue
+            refused = member.believed and result == "refused"
+            asked = member.believed and member.probe is not None
+            if refused or (now - member.lost >= self._grace and not asked):
                 self._bury(member, now)
 
     def _knock(self, member: _Member, now: float) -> str | None:
@@ -409,7 +410,7 @@ class RemoteWriter(RemoteEnd):
                 member.probe = Probe(member.sign, self._scope, member.nonce, now)
             return None
         # Who has answered before needn't answer again: its kernel does.
-        result = member.probe.look(now, 0.0 if member.believed else ANSWER_SECONDS)
+        result = member.probe.look(now, KNOCK_SECONDS if member.believed else ANSWER_SECONDS)
         if result is None:
             return None
         if result == "alive":
