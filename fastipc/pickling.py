@@ -198,4 +198,4 @@ def _load_many(message: list[Block]) -> Any:
 
 def use_pickle(end: Endpoint) -> None:
     """Makes pickle the endpoint's serializer. Loading runs whatever code a pickle names."""
-    end.use_serializer(PicklerPool(_Pickler).dump, pickle.loads, _load_many)
+    end.use_serializer(PicklerPool(_Pickler).dump, pickle.loads, _load_many, True)

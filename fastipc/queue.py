@@ -105,6 +105,13 @@ def _report(
         )  # fmt: skip
 
 
+def _check_serializer(name: str, message_type: Any) -> None:
+    if name not in ("pickle", "msgpack"):
+        raise ValueError(f"there is no serializer {name!r}: use 'pickle' or 'msgpack'")
+    if message_type is not None and name != "msgpack":
+        raise ValueError(f"type= goes with serializer='msgpack', not {name!r}")
+
+
 def _index(name: str, value: SupportsIndex, low: int, high: int) -> int:
     number = operator.index(value)
     if not low <= number <= high:
@@ -368,7 +375,10 @@ class MessageQueue(_End):
         connect_ip: the address that readers on other hosts are told; no use for local readers.
         slots: how many messages (or parts of large ones) may be unread before enqueue waits.
         inline_bytes: messages up to this size travel in their slot; at most max_chunk_bytes.
-        serializer: "pickle".
+        serializer: "pickle" (any object), or "msgpack" (what :mod:`fastipc.codec` carries: numbers,
+            text, containers, msgspec Structs, tensors, arrays; no pickle is ever loaded).
+        type: with "msgpack": the type of the messages. The writer names it for its readers' eyes;
+            what is checked against a type is what arrives, so readers give it, too.
         spin_us: longest spin before a wait sleeps, in microseconds. None (or the variable
             FASTIPC_SPIN_US): learns from the recent waits, up to 300; 0 never spins.
         shm_dir: None puts the ring into a memfd, which has no name, no size limit but memory, and
@@ -393,6 +403,7 @@ class MessageQueue(_End):
         slots: int = 256,
         inline_bytes: int = 8192,
         serializer: str = "pickle",
+        type: Any = None,
         spin_us: float | None = None,
         shm_dir: str | os.PathLike[str] | None = None,
         on_reader_death: str = "raise",
@@ -411,8 +422,7 @@ class MessageQueue(_End):
             raise ValueError(
                 f"local_reader_ranks must be {n_local_reader} different ranks, not {list(ranks)}"
             )
-        if serializer != "pickle":
-            raise ValueError(f"there is no serializer {serializer!r}: use 'pickle'")
+        _check_serializer(serializer, type)
         self._create(
             ranks,
             max_chunk_bytes,
@@ -424,13 +434,20 @@ class MessageQueue(_End):
             on_reader_death,
             serializer,
         )
-        self._use_serializer()
+        self._use_serializer(serializer, type)
 
     @classmethod
     def create_from_handle(
-        cls, handle: Handle, rank: int, *, spin_us: float | None = None
+        cls, handle: Handle, rank: int, *, type: Any = None, spin_us: float | None = None
     ) -> MessageQueue:
         """Attaches to the queue as the reader of the given rank.
+
+        Args:
+            handle: what export_handle() gave the writer's side.
+            rank: one of the queue's ranks.
+            type: for a queue with serializer="msgpack": the type that messages must have; None
+                takes plain values. What isn't of the type is a DecodeError.
+            spin_us: as in the constructor.
 
         The first process of a rank gets every message from the first one on; one that replaces a
         reader that has left or died gets those after the writer took notice of it.
@@ -440,20 +457,27 @@ class MessageQueue(_End):
             ValueError: the queue has no reader of this rank.
         """
         self = cls.__new__(cls)
+        if isinstance(handle, Handle):  # else _attach says what it must be
+            _check_serializer(handle.serializer, type)
         self._attach(handle, rank, spin_us)
-        self._use_serializer()
+        self._use_serializer(handle.serializer, type)
         return self
 
-    def _use_serializer(self) -> None:
-        use_pickle(self._end)
+    def _use_serializer(self, serializer: str, message_type: Any) -> None:
+        if serializer == "pickle":
+            use_pickle(self._end)
+        else:
+            from .typed import use_msgpack  # imported for those who use it
+
+            use_msgpack(self._end, message_type)
         # bound once: these are the calls that every message makes
         self._put = self._end.put
         self._get = self._end.get
         # These two are called for every message. Where no subclass has its own, the end's methods
         # take their place: a Python frame less is a third less for a small message.
-        if type(self).enqueue is MessageQueue.enqueue:
+        if self.__class__.enqueue is MessageQueue.enqueue:
             self.enqueue = self._put  # type: ignore[method-assign, assignment]
-        if type(self).dequeue is MessageQueue.dequeue:
+        if self.__class__.dequeue is MessageQueue.dequeue:
             self.dequeue = self._get  # type: ignore[method-assign, assignment]
 
     # -- the writer

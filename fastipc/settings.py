@@ -22,10 +22,19 @@ class Settings:
             spins, None learns (up to 300).
         warning_interval: ``FASTIPC_RINGBUFFER_WARNING_INTERVAL``: a wait for a peer is reported
             each time this many seconds have passed.
+        msgpack_zero_copy_threshold: ``FASTIPC_MSGPACK_ZERO_COPY_THRESHOLD``: bytes from which a
+            tensor or array travels in a frame of its own.
+        allow_insecure_serialization: ``FASTIPC_ALLOW_INSECURE_SERIALIZATION`` is "1": the codec may
+            pickle, and load the pickles that a peer sends.
+        rpc_base_path: ``FASTIPC_RPC_BASE_PATH``: where the private directory of ipc sockets is
+            made; None: in the temporary directory.
     """
 
     spin_us: float | None = None
     warning_interval: float = 60.0
+    msgpack_zero_copy_threshold: int = 256
+    allow_insecure_serialization: bool = False
+    rpc_base_path: str | None = None
 
 
 def _number(name: str, default: float | None) -> float | None:
@@ -46,4 +55,17 @@ def settings() -> Settings:
     """The settings. Raises ValueError naming the variable that can't be understood."""
     warning = _number("FASTIPC_RINGBUFFER_WARNING_INTERVAL", 60.0)
     assert warning is not None
-    return Settings(spin_us=_number("FASTIPC_SPIN_US", None), warning_interval=warning)
+    threshold = _number("FASTIPC_MSGPACK_ZERO_COPY_THRESHOLD", 256)
+    assert threshold is not None
+    if threshold != int(threshold):
+        raise ValueError(
+            f"FASTIPC_MSGPACK_ZERO_COPY_THRESHOLD={threshold} in the environment must be a whole "
+            "number of bytes"
+        )
+    return Settings(
+        spin_us=_number("FASTIPC_SPIN_US", None),
+        warning_interval=warning,
+        msgpack_zero_copy_threshold=int(threshold),
+        allow_insecure_serialization=os.environ.get("FASTIPC_ALLOW_INSECURE_SERIALIZATION") == "1",
+        rpc_base_path=os.environ.get("FASTIPC_RPC_BASE_PATH") or None,
+    )
