@@ -229,7 +229,7 @@ static void send_some(struct survivors *v, fipc_queue *also) {
 static void kill_reader(const struct point *p, int count, bool busy, bool evict,
                         enum offspring offspring) {
     struct scene *s = scene_open(2);
-    s->c.n_slots = busy ? 256 : 4;
+    s->c.n_slots = busy ? 8192 : 4;
     if (busy) { /* never blocked: neither by slots nor by chunks */
         s->seq_bytes[0] = s->seq_bytes[1] = s->seq_bytes[2] = 100;
     }
@@ -266,6 +266,7 @@ static void kill_reader(const struct point *p, int count, bool busy, bool evict,
         }
         check_named(&v.died, 1, pid < 0 ? -pid : pid);
         CHECK_RC(rc, evict ? FIPC_OK : FIPC_PEER_DIED);
+        CHECK(!busy || fipc_load64_relaxed(&v.w->sleeps) == 0); /* it asked without being blocked */
         CHECK_EQ(v.evicted, evict);
         CHECK_EQ(v.got, v.sent);
         if (!evict) {
@@ -472,7 +473,7 @@ static void kill_writer(const struct point *p, int count, uint64_t first, bool b
             CHECK_EQ(v[i].got, sent);
         }
         struct fipc_message m;
-        CHECK_RC(peers_recv(v[i].r, FIPC_FOREVER, &m, &v[i].err), v[i].rc); /* and still */
+        CHECK_RC(peers_recv(v[i].r, 0, &m, &v[i].err), v[i].rc); /* and still, at once */
     }
     fipc_queue *late;
     struct fipc_error err;
@@ -565,6 +566,46 @@ static void a_dead_writer_ends_the_wait_for_readers(void) {
     check_named(&err, -1, pid);
     fipc_queue_free(r);
     scene_close(s);
+}
+
+/* The kernel says that the writer is gone, and since the reader last looked there was a message;
+ * or it has closed. */
+static fipc_queue *last_words;
+static bool last_closes;
+
+bool __real_fipc_lock_byte_held(int fd, uint32_t index);
+bool __wrap_fipc_lock_byte_held(int fd, uint32_t index);
+
+bool __wrap_fipc_lock_byte_held(int fd, uint32_t index) {
+    if (last_words == NULL || index != FIPC_WRITER_LOCK) {
+        return __real_fipc_lock_byte_held(fd, index);
+    }
+    peers_put(last_words, 1, 100);
+    peers_put(last_words, 2, 5000);
+    if (last_closes) {
+        fipc_queue_close(last_words);
+    }
+    last_words = NULL;
+    return false;
+}
+
+static void the_last_words_are_heard(void) {
+    for (int closes = 0; closes < 2; closes++) {
+        struct scene *s = scene_open(1);
+        fipc_queue *w = peers_create(&s->c);
+        fipc_queue *r = peers_attach(w, 0, &s->c);
+        last_closes = closes;
+        last_words = w;
+        peers_get(r, 1, 100);
+        CHECK(last_words == NULL);
+        peers_get(r, 2, 5000);
+        if (closes) {
+            peers_nothing(r, FIPC_CLOSED);
+        }
+        fipc_queue_free(r);
+        fipc_queue_free(w);
+        scene_close(s);
+    }
 }
 
 /* ---- a writer dies before there is a queue -------------------------------------------------- */
@@ -761,6 +802,7 @@ static const struct test_case cases[] = {
      blocked_readers_drain_and_are_told_of_a_dead_writer},
     {"busy readers drain and are told of a dead writer",
      busy_readers_drain_and_are_told_of_a_dead_writer},
+    {"the last words are heard", the_last_words_are_heard},
     {"a dead writer's named segment has no name", a_dead_writers_named_segment_has_no_name},
     {"a dead writer's children keep nothing alive", a_dead_writers_children_keep_nothing_alive},
     {"two threads of a reader are told of a dead writer",

@@ -342,8 +342,12 @@ static void writer_that_dies(void *arg) {
 #define ID "0123456789abcdef0123456789abcdef"
 
 static void sweeping(void) {
-    struct fipc_config c = named(1), mine = named(1);
+    struct fipc_config c = named(1), mine = named(1), theirs = named(1);
     fipc_queue *w = peers_create(&mine); /* lives */
+    char theirs_name[64] = "fipc";
+    for (int i = 0, n = snprintf(theirs_name, sizeof theirs_name, "fastipc-"); i < FIPC_ID_BYTES; i++) {
+        n += snprintf(theirs_name + n, sizeof theirs_name - (size_t)n, "%02x", theirs.id[i]);
+    }
     /* what isn't a segment, whatever its age */
     struct fipc_header h = {.magic = FIPC_MAGIC};
     make_file("fastipc-" ID "x", &h, sizeof h, true); /* longer */
@@ -357,6 +361,11 @@ static void sweeping(void) {
     CHECK(mkfifo(in_dir("fastipc-3123456789abcdef0123456789abcdef"), 0600) == 0);
     /* unfinished ones */
     make_file(".fastipc-4123456789abcdef0123456789abcdef", zeros, sizeof zeros, false);
+    pid_t theirs_pid = test_fork(writer_that_dies, &theirs); /* another user's; root alone can tell */
+    CHECK_KILLED(theirs_pid);
+    if (chown(in_dir(theirs_name), 12345, (gid_t)-1) != 0) {
+        CHECK(unlink(in_dir(theirs_name)) == 0);
+    }
     unsigned others = files();
     CHECK_EQ(fipc_sweep(dir, false, seen, &seen_count), 0);
     CHECK_EQ(seen_count, 0);

@@ -620,7 +620,59 @@ static void threads_may_share_an_end(void) {
     fipc_queue_free(t.w);
 }
 
+/* A reader's threads wait before the writer has admitted it. */
+static void threads_may_share_a_replacement(void) {
+    struct team t = {.c = peers_config(2), .each = 5};
+    for (int round = 0; round < TEST_SCALE(100); round++) {
+        t.w = peers_create(&t.c);
+        t.alone = peers_attach(t.w, 1, &t.c);
+        fipc_queue_free(peers_attach(t.w, 0, &t.c));
+        t.shared = peers_attach(t.w, 0, &t.c);
+        pthread_t readers[TEAM + 1];
+        fipc_store32_relaxed(&t.number, 0);
+        for (int i = 0; i < TEAM; i++) {
+            t.seen[i] = calloc(t.each, sizeof *t.seen[i]);
+            CHECK(t.seen[i] != NULL);
+        }
+        for (int i = 0; i < TEAM; i++) {
+            CHECK(pthread_create(&readers[i], NULL, team_reader, &t) == 0);
+        }
+        CHECK(pthread_create(&readers[TEAM], NULL, lone_reader, &t) == 0);
+        for (int i = 0; i < TEAM; i++) {
+            team_writer(&t);
+        }
+        fipc_queue_close(t.w);
+        for (int i = 0; i <= TEAM; i++) {
+            pthread_join(readers[i], NULL);
+        }
+        for (int i = 0; i < TEAM; i++) {
+            for (uint64_t k = 0; k < t.each; k++) {
+                CHECK_EQ(fipc_load32_relaxed(&t.seen[i][k]), 1);
+            }
+            free(t.seen[i]);
+        }
+        fipc_queue_free(t.shared);
+        fipc_queue_free(t.alone);
+        fipc_queue_free(t.w);
+    }
+}
+
 /* ---- shutting down and closing ------------------------------------------------------------- */
+
+/* Sleeps without a limit: a wake-up that is owed and not given is a hang. */
+static int endless_wait(void *ctx, const void *word, uint32_t expected, uint64_t deadline) {
+    (void)deadline;
+    return fipc_wait_platform.wait(ctx, word, expected, FIPC_FOREVER);
+}
+
+static struct fipc_config endless_config(uint32_t readers) {
+    static struct fipc_waitops ops;
+    ops = fipc_wait_platform;
+    ops.wait = endless_wait;
+    struct fipc_config c = peers_config(readers);
+    c.ops = &ops;
+    return c;
+}
 
 struct blocked {
     fipc_queue *q;
@@ -729,8 +781,29 @@ static void a_shutdown_wakes_all_who_wait_at_this_end(void) {
     }
 }
 
+static void a_shutdown_wakes_one_who_sleeps_without_end(void) {
+    struct fipc_config c = endless_config(1);
+    c.n_slots = 2;
+    fipc_queue *w = peers_create(&c);
+    fipc_queue *r = peers_attach(w, 0, &c);
+    for (int writer = 0; writer < 2; writer++) {
+        struct blocked b = {.q = writer ? w : r};
+        pthread_t t;
+        CHECK(pthread_create(&t, NULL, writer ? block_in_send : block_in_recv, &b) == 0);
+        wait_asleep(b.q, 0);
+        fipc_queue_shutdown(b.q);
+        pthread_join(t, NULL);
+        CHECK_RC(b.rc, FIPC_SHUTDOWN);
+        for (uint64_t seq = 1; !writer && seq <= 2; seq++) {
+            peers_put(w, seq, 10);
+        }
+    }
+    fipc_queue_free(r);
+    fipc_queue_free(w);
+}
+
 static void a_shutdown_ends_a_wait_for_readers(void) {
-    struct fipc_config c = peers_config(2);
+    struct fipc_config c = endless_config(2);
     fipc_queue *w = peers_create(&c);
     fipc_queue *r = peers_attach(w, 0, &c);
     struct blocked b[2] = {{.q = w}, {.q = r}};
@@ -783,7 +856,7 @@ static void readers_drain_and_then_it_is_closed(void) {
 }
 
 static void a_closing_writer_wakes_its_readers(void) {
-    struct fipc_config c = peers_config(1);
+    struct fipc_config c = endless_config(1);
     fipc_queue *w = peers_create(&c);
     fipc_queue *r = peers_attach(w, 0, &c);
     struct blocked b = {.q = r};
@@ -797,7 +870,7 @@ static void a_closing_writer_wakes_its_readers(void) {
 }
 
 static void a_reader_that_left_is_not_waited_for(void) {
-    struct fipc_config c = peers_config(3);
+    struct fipc_config c = endless_config(3);
     c.n_slots = 2;
     fipc_queue *w = peers_create(&c);
     fipc_queue *r[3];
@@ -883,12 +956,12 @@ static enum fipc_peer_state state_of(fipc_queue *q, int64_t reader) {
 }
 
 static void it_is_ready_when_all_are_there(void) {
-    struct fipc_config c = peers_config(3);
+    struct fipc_config c = endless_config(3);
     fipc_queue *w = peers_create(&c);
     fipc_queue *r[3] = {peers_attach(w, 0, &c), NULL, peers_attach(w, 2, &c)};
     struct fipc_error err;
-    struct fipc_call soon = {.deadline = fipc_now() + 30 * FIPC_MS}, poll = {0};
-    CHECK_RC(fipc_queue_wait_ready(w, &soon, &err), FIPC_TIMEOUT);
+    struct fipc_call poll = {0};
+    CHECK_RC(fipc_queue_wait_ready(w, &poll, &err), FIPC_TIMEOUT);
     CHECK_RC(fipc_queue_wait_ready(r[0], &poll, &err), FIPC_TIMEOUT);
     for (int64_t side = 0; side < 2; side++) { /* who is missing, at either end */
         fipc_queue *q = side ? r[2] : w;
@@ -1630,7 +1703,9 @@ static const struct test_case cases[] = {
     {"after a timeout amid a message the next is right",
      after_a_timeout_amid_a_message_the_next_is_right},
     {"threads may share an end", threads_may_share_an_end},
+    {"threads may share a replacement", threads_may_share_a_replacement},
     {"a shutdown wakes all who wait at this end", a_shutdown_wakes_all_who_wait_at_this_end},
+    {"a shutdown wakes one who sleeps without end", a_shutdown_wakes_one_who_sleeps_without_end},
     {"a shutdown ends a wait for readers", a_shutdown_ends_a_wait_for_readers},
     {"closing: readers drain and then it is closed", readers_drain_and_then_it_is_closed},
     {"closing: a closing writer wakes its readers", a_closing_writer_wakes_its_readers},

@@ -376,6 +376,66 @@ static void a_writer_is_woken_for_a_batch(void) {
     pair_close(&p);
 }
 
+/* ---- looking for the dead ------------------------------------------------------------------ */
+
+static uint64_t lock_looks;
+static int64_t presumed_dead = -1; /* a lock's index: the kernel says that it is free */
+
+bool __real_fipc_lock_byte_held(int fd, uint32_t index);
+bool __wrap_fipc_lock_byte_held(int fd, uint32_t index);
+
+bool __wrap_fipc_lock_byte_held(int fd, uint32_t index) {
+    lock_looks++;
+    return index == presumed_dead ? false : __real_fipc_lock_byte_held(fd, index);
+}
+
+/* Each end asks in every slice while it waits, and a busy writer twice a second: not more, since
+ * that is a system call, and not less, since somebody may wait for the answer. */
+static void the_kernel_is_asked_about_peers_often_enough_and_not_too_often(void) {
+    struct pair p;
+    pair_open(&p, 1, 4, 2);
+    pair_attach(&p);
+    struct fipc_error err;
+    struct fipc_call call = {.deadline = p.f.now + 10 * FIPC_S};
+    lock_looks = 0;
+    CHECK_RC(fipc_queue_wait_readable(p.r[0], &call, &err), FIPC_TIMEOUT);
+    CHECK(lock_looks >= 35 && lock_looks <= 45);
+    for (int i = 0; i < 4; i++) {
+        put_small(&p);
+    }
+    lock_looks = 0;
+    CHECK_RC(peers_put_until(p.w, 5, SMALL, p.f.now + 10 * FIPC_S), FIPC_TIMEOUT);
+    CHECK(lock_looks >= 35 && lock_looks <= 45);
+    take_everything(&p);
+    lock_looks = 0;
+    for (int i = 0; i < 1000; i++) {
+        p.f.now += 10 * FIPC_MS;
+        put_small(&p);
+        take(&p, 0);
+    }
+    CHECK(lock_looks >= 15 && lock_looks <= 25);
+    pair_close(&p);
+}
+
+/* Those that live ring for the writer, though one that is dead has not read. */
+static void an_evicted_reader_is_not_waited_for_by_the_others_bell(void) {
+    struct pair p;
+    pair_open(&p, 2, 4, 2);
+    pair_attach(&p);
+    struct fipc_error err;
+    presumed_dead = FIPC_READER_LOCK(1);
+    CHECK_RC(fipc_queue_evict(p.w, 1, &err), FIPC_OK);
+    presumed_dead = -1;
+    for (int i = 0; i < 4; i++) {
+        put_small(&p);
+    }
+    uint64_t when = p.f.now + 10 * FIPC_MS;
+    at(&p.f, when, take_from_first, &p);
+    put_small(&p);
+    CHECK_AT(&p.f, when);
+    pair_close(&p);
+}
+
 /* ---- deadlines ----------------------------------------------------------------------------- */
 
 static void a_deadline_is_kept_on_both_sides(void) {
@@ -884,6 +944,19 @@ static void a_word_that_differs_already_is_not_slept_on(void) {
     CHECK_RC(fipc_wait_platform.wait(NULL, &words[1], 6, FIPC_FOREVER), FIPC_OK);
 }
 
+/* A sleep may end for no reason, but one that always does is a spin. */
+static void words_of_different_values_are_slept_on(void) {
+    fipc_a32 words[3] = {5, 7, 9};
+    const fipc_a32 *at_words[3] = {&words[0], &words[1], &words[2]};
+    const uint32_t expected[3] = {5, 7, 9};
+    uint64_t deadline = fipc_now() + 20 * FIPC_MS, returns = 0;
+    while (fipc_now() < deadline) {
+        CHECK_RC(fipc_wait_words(&fipc_wait_platform, at_words, expected, 3, deadline), FIPC_OK);
+        returns++;
+    }
+    CHECK(returns < 100);
+}
+
 static const struct test_case cases[] = {
     {"an idle reader wakes 45 times in 10 s at most", an_idle_reader_wakes_45_times_in_10_s},
     {"a blocked writer sleeps in slices too", a_blocked_writer_sleeps_in_slices_too},
@@ -893,6 +966,10 @@ static const struct test_case cases[] = {
      room_is_found_soon_though_its_wake_up_is_lost},
     {"only a sleeper is woken", only_a_sleeper_is_woken},
     {"a writer is woken for a batch", a_writer_is_woken_for_a_batch},
+    {"the kernel is asked about peers often enough and not too often",
+     the_kernel_is_asked_about_peers_often_enough_and_not_too_often},
+    {"an evicted reader is not waited for by the others' bell",
+     an_evicted_reader_is_not_waited_for_by_the_others_bell},
     {"a deadline is kept on both sides", a_deadline_is_kept_on_both_sides},
     {"a poll does not sleep", a_poll_does_not_sleep},
     {"the spin budget learns", the_spin_budget_learns},
@@ -911,6 +988,7 @@ static const struct test_case cases[] = {
     {"any of many words wakes a real sleeper", any_of_many_words_wakes_a_real_sleeper},
     {"a real sleep ends at its deadline", a_real_sleep_ends_at_its_deadline},
     {"a real signal ends a real sleep", a_real_signal_ends_a_real_sleep},
+    {"words of different values are slept on", words_of_different_values_are_slept_on},
     {"a word that differs already is not slept on", a_word_that_differs_already_is_not_slept_on},
 };
 
