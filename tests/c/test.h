@@ -88,8 +88,9 @@ test_fail(const char *file, int line, const char *format, ...) {
 static inline void test_check_eq(const char *file, int line, const char *what, uint64_t got,
                                  uint64_t want) {
     if (got != want) {
-        test_fail(file, line, "%s: got %" PRIu64 " (0x%" PRIx64 "), want %" PRIu64 " (0x%" PRIx64 ")",
-                  what, got, got, want, want);
+        test_fail(file, line,
+                  "%s: got %" PRIu64 " (0x%" PRIx64 "), want %" PRIu64 " (0x%" PRIx64 ")", what,
+                  got, got, want, want);
     }
 }
 
@@ -126,18 +127,12 @@ static inline uint64_t test_next(uint64_t *state) {
     return test_mix(*state);
 }
 
-static inline uint64_t test_random(void) {
-    return test_next(&test_random_state);
-}
+static inline uint64_t test_random(void) { return test_next(&test_random_state); }
 
 /* 0 .. n-1 */
-static inline uint64_t test_below(uint64_t n) {
-    return test_random() % n;
-}
+static inline uint64_t test_below(uint64_t n) { return test_random() % n; }
 
-static inline bool test_chance(uint64_t one_in) {
-    return test_below(one_in) == 0;
-}
+static inline bool test_chance(uint64_t one_in) { return test_below(one_in) == 0; }
 
 /* Each power of two equally likely, from 1 to max. */
 static inline uint64_t test_log_uniform(uint64_t random, uint64_t max) {
@@ -169,9 +164,7 @@ static inline void *test_share(size_t bytes) {
     CHECK(p != MAP_FAILED);
     return p;
 }
-static inline void test_unshare(void *p, size_t bytes) {
-    munmap(p, bytes);
-}
+static inline void test_unshare(void *p, size_t bytes) { munmap(p, bytes); }
 
 /* Runs fn in a child that dies with this process. */
 static inline pid_t test_fork(void (*fn)(void *), void *arg) {

@@ -47,13 +47,9 @@ static struct scene *scene_open(uint32_t readers) {
     return s;
 }
 
-static void scene_close(struct scene *s) {
-    test_unshare(s, sizeof *s);
-}
+static void scene_close(struct scene *s) { test_unshare(s, sizeof *s); }
 
-static uint64_t bytes_of(const struct scene *s, uint64_t seq) {
-    return s->seq_bytes[seq % 3];
-}
+static uint64_t bytes_of(const struct scene *s, uint64_t seq) { return s->seq_bytes[seq % 3]; }
 
 static void set_point(struct scene *s, const char *point, int count, const char *action) {
     s->point = point;
@@ -103,17 +99,23 @@ struct point {
 };
 
 static const struct point reader_points[] = {
-    {"attach-begin", FREE_AGAIN}, {"attach-locked", FREE_AGAIN}, {"attach-joined", DEAD},
-    {"attach-done", DEAD},        {"asleep", DEAD},              {"mid-read", DEAD},
-    {"before-ack", DEAD},         {"acknowledged", DEAD},        {"close-begin", DEAD},
+    {"attach-begin", FREE_AGAIN},
+    {"attach-locked", FREE_AGAIN},
+    {"attach-joined", DEAD},
+    {"attach-done", DEAD},
+    {"asleep", DEAD},
+    {"mid-read", DEAD},
+    {"before-ack", DEAD},
+    {"acknowledged", DEAD},
+    {"close-begin", DEAD},
     {"close-told", LEFT},
 };
 
 static const struct point writer_points[] = {
-    {"create-begin", NOT_BORN},   {"create-file", NOT_BORN},      {"create-complete", NOT_BORN},
-    {"create-linked", NOT_BORN},  {"mid-write", DRAINED},         {"before-publish", DRAINED},
-    {"published", DRAINED},       {"between-fragments", DRAINED}, {"asleep", DRAINED},
-    {"evict", DRAINED},           {"close-begin", DRAINED},       {"close-told", CLOSED},
+    {"create-begin", NOT_BORN},  {"create-file", NOT_BORN},      {"create-complete", NOT_BORN},
+    {"create-linked", NOT_BORN}, {"mid-write", DRAINED},         {"before-publish", DRAINED},
+    {"published", DRAINED},      {"between-fragments", DRAINED}, {"asleep", DRAINED},
+    {"evict", DRAINED},          {"close-begin", DRAINED},       {"close-told", CLOSED},
 };
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
@@ -246,7 +248,8 @@ static void kill_reader(const struct point *p, int count, bool busy, bool evict,
         CHECK_RC(send_next(&v), FIPC_OK);
         CHECK_RC(send_next(&v), FIPC_OK);
     }
-    if (p->outcome == DEAD && strncmp(p->name, "attach", 6) != 0 && strcmp(p->name, "asleep") != 0) {
+    if (p->outcome == DEAD && strncmp(p->name, "attach", 6) != 0 &&
+        strcmp(p->name, "asleep") != 0) {
         UNTIL(fipc_load32_acquire(&s->phase)); /* it is dying while the writer sends */
     } else {
         CHECK_KILLED(pid);
@@ -315,9 +318,7 @@ static void a_busy_writer_is_told_of_a_dead_reader(void) {
 static void a_blocked_writer_evicts_a_dead_reader(void) {
     readers_at_every_point(false, true, NONE);
 }
-static void a_busy_writer_evicts_a_dead_reader(void) {
-    readers_at_every_point(true, true, NONE);
-}
+static void a_busy_writer_evicts_a_dead_reader(void) { readers_at_every_point(true, true, NONE); }
 static void a_dead_readers_children_keep_nothing_alive(void) {
     readers_at_every_point(false, false, FORKED);
     readers_at_every_point(true, true, SPAWNED);
@@ -774,7 +775,8 @@ static void a_replacement_that_joins_during_the_eviction_is_admitted(void) {
         wait_stopped(pid);
         struct fipc_error err;
         rc = fipc_queue_evict(w, 1, &err);
-        CHECK(rc == FIPC_OK || rc == FIPC_INVALID); /* once it has joined there is nobody to evict */
+        CHECK(rc == FIPC_OK ||
+              rc == FIPC_INVALID); /* once it has joined there is nobody to evict */
         kill(pid, SIGCONT);
         UNTIL(fipc_load32_acquire(&s->phase) >= 1);
         for (uint32_t i = 0; i < 3; i++) {

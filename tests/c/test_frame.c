@@ -157,9 +157,7 @@ static void add(struct model *m, struct fipc_piece piece, bool joins) {
     m->lengths[b] += piece.len;
 }
 
-static uint64_t aligned(uint64_t v) {
-    return (v + FIPC_ALIGN - 1) / FIPC_ALIGN * FIPC_ALIGN;
-}
+static uint64_t aligned(uint64_t v) { return (v + FIPC_ALIGN - 1) / FIPC_ALIGN * FIPC_ALIGN; }
 
 /* The stream as fipc_frame.h describes it. */
 static void close_model(struct model *m) {
@@ -228,8 +226,8 @@ static void check_gather(const struct model *m) {
 }
 
 /* Feeds a stream; a result that isn't FIPC_OK ends it. */
-static int scatter(struct fipc_scatter *s, const char *stream, uint64_t n, uint64_t total, bool bare,
-                   struct fipc_message *out) {
+static int scatter(struct fipc_scatter *s, const char *stream, uint64_t n, uint64_t total,
+                   bool bare, struct fipc_message *out) {
     fipc_scatter_begin(s, total, bare, 77);
     unsigned style = any_style(n);
     uint64_t at = 0;
@@ -465,9 +463,7 @@ static void a_hostile_head_is_corrupt(void) {
             head[n] -= by;
             break;
         }
-        case 4: /* fewer bytes, or more, than it says */
-            sent = test_below(m.total + 1);
-            break;
+        case 4: /* fewer bytes, or more, than it says */ sent = test_below(m.total + 1); break;
         default: /* another total; never so large that memory would be asked for in earnest */
             total = test_below(2 * m.total);
             sent = total < m.total ? total : m.total;

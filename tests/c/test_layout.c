@@ -149,16 +149,14 @@ static bool check_harmless(const struct fipc_header *h, uint64_t file_bytes) {
     if (accepted) {
         const char *why = why_not(h, file_bytes);
         if (why != NULL) {
-            FAIL("accepted although %s: slots %u, inline %u, chunks %u of %" PRIu64, why, h->n_slots,
-                 h->inline_bytes, h->n_chunks, h->chunk_bytes);
+            FAIL("accepted although %s: slots %u, inline %u, chunks %u of %" PRIu64, why,
+                 h->n_slots, h->inline_bytes, h->n_chunks, h->chunk_bytes);
         }
     }
     return accepted;
 }
 
-static bool is_inside(size_t at, size_t first, size_t n) {
-    return at >= first && at < first + n;
-}
+static bool is_inside(size_t at, size_t first, size_t n) { return at >= first && at < first + n; }
 
 static void every_flipped_bit_is_refused_or_harmless(void) {
     for (int round = 0; round < TEST_SCALE(200); round++) {
@@ -196,8 +194,8 @@ static void mutated_and_random_headers_are_refused_or_harmless(void) {
             }
             break;
         case 1: /* a word that is a special number */
-            words[test_below(sizeof h / 8)] = test_chance(2) ? UINT64_MAX >> test_below(64)
-                                                             : UINT64_C(1) << test_below(64);
+            words[test_below(sizeof h / 8)] =
+                test_chance(2) ? UINT64_MAX >> test_below(64) : UINT64_C(1) << test_below(64);
             break;
         case 2: /* other sizes under the same offsets */
             h.n_slots = (uint32_t)test_random() >> test_below(32);

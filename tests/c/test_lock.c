@@ -65,9 +65,7 @@ static void run_crowd(const struct fipc_waitops *ops, uint64_t rounds) {
     CHECK(fipc_lock_try(&c.lock));
 }
 
-static void one_thread_at_a_time_is_inside(void) {
-    run_crowd(platform, TEST_SCALE(200000));
-}
+static void one_thread_at_a_time_is_inside(void) { run_crowd(platform, TEST_SCALE(200000)); }
 
 static int wait_without_end(void *ctx, const void *word, uint32_t expected, uint64_t deadline) {
     (void)deadline; /* so that a wake-up that is owed and not given is a hang */
@@ -131,9 +129,7 @@ struct clock {
     fipc_a32 *stop;
 };
 
-static uint64_t clock_now(void *ctx) {
-    return ((struct clock *)ctx)->now;
-}
+static uint64_t clock_now(void *ctx) { return ((struct clock *)ctx)->now; }
 
 static int clock_wait(void *ctx, const void *word, uint32_t expected, uint64_t deadline) {
     struct clock *c = ctx;
@@ -188,16 +184,15 @@ static void a_deadline_is_kept(void) {
     }
     static const uint64_t past[] = {0, 1, 5 * FIPC_S};
     for (size_t i = 0; i < 3; i++) { /* a poll doesn't sleep */
-        struct attempt a = {.lock = &l,
-                            .clock = {.now = 5 * FIPC_S},
-                            .stop = &never_stopped,
-                            .deadline = past[i]};
+        struct attempt a = {
+            .lock = &l, .clock = {.now = 5 * FIPC_S}, .stop = &never_stopped, .deadline = past[i]};
         in_another_thread(attempt, &a);
         CHECK_RC(a.rc, FIPC_TIMEOUT);
         CHECK_EQ(a.clock.waits, 0);
     }
     fipc_lock_drop(&l, platform);
-    CHECK_RC(fipc_lock_take(&l, platform, &never_stopped, 0), FIPC_OK); /* a free one: a poll does */
+    CHECK_RC(fipc_lock_take(&l, platform, &never_stopped, 0),
+             FIPC_OK); /* a free one: a poll does */
 }
 
 static void a_signal_comes_up(void) {
@@ -230,9 +225,7 @@ static void a_shutdown_is_seen_even_when_its_wake_up_is_lost(void) {
 
 /* ---- the real thing ------------------------------------------------------------------------ */
 
-static void on_signal(int signal) {
-    (void)signal;
-}
+static void on_signal(int signal) { (void)signal; }
 
 struct blocked {
     struct fipc_lock *lock;

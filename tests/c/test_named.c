@@ -130,9 +130,7 @@ static void fill(uint64_t but) {
     CHECK_EQ(free_bytes(), but);
 }
 
-static void make_room(void) {
-    CHECK(unlink(in_dir("filler")) == 0);
-}
+static void make_room(void) { CHECK(unlink(in_dir("filler")) == 0); }
 
 static struct fipc_config named(uint32_t readers) {
     struct fipc_config c = peers_config(readers);
@@ -190,9 +188,7 @@ static void a_ring_of_8_mib_in_a_tmpfs_of_1_mib_is_no_space(void) {
     with_tmpfs(1024, 0, a_ring_of_8_in_1);
 }
 
-static void a_full_tmpfs_does_not_matter_to_a_memfd(void) {
-    with_tmpfs(1024, 0, a_memfd);
-}
+static void a_full_tmpfs_does_not_matter_to_a_memfd(void) { with_tmpfs(1024, 0, a_memfd); }
 
 /* ---- filled up afterwards ------------------------------------------------------------------ */
 
@@ -312,9 +308,7 @@ static void the_name_goes(void) {
     CHECK_EQ(files(), 0);
 }
 
-static void the_name_goes_when_all_have_attached(void) {
-    with_tmpfs(1024, 0, the_name_goes);
-}
+static void the_name_goes_when_all_have_attached(void) { with_tmpfs(1024, 0, the_name_goes); }
 
 static void make_file(const char *name, const void *bytes, size_t n, bool old) {
     int fd = open(in_dir(name), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
@@ -345,7 +339,8 @@ static void sweeping(void) {
     struct fipc_config c = named(1), mine = named(1), theirs = named(1);
     fipc_queue *w = peers_create(&mine); /* lives */
     char theirs_name[64] = "fipc";
-    for (int i = 0, n = snprintf(theirs_name, sizeof theirs_name, "fastipc-"); i < FIPC_ID_BYTES; i++) {
+    for (int i = 0, n = snprintf(theirs_name, sizeof theirs_name, "fastipc-"); i < FIPC_ID_BYTES;
+         i++) {
         n += snprintf(theirs_name + n, sizeof theirs_name - (size_t)n, "%02x", theirs.id[i]);
     }
     /* what isn't a segment, whatever its age */
@@ -361,7 +356,8 @@ static void sweeping(void) {
     CHECK(mkfifo(in_dir("fastipc-3123456789abcdef0123456789abcdef"), 0600) == 0);
     /* unfinished ones */
     make_file(".fastipc-4123456789abcdef0123456789abcdef", zeros, sizeof zeros, false);
-    pid_t theirs_pid = test_fork(writer_that_dies, &theirs); /* another user's; root alone can tell */
+    pid_t theirs_pid =
+        test_fork(writer_that_dies, &theirs); /* another user's; root alone can tell */
     CHECK_KILLED(theirs_pid);
     if (chown(in_dir(theirs_name), 12345, (gid_t)-1) != 0) {
         CHECK(unlink(in_dir(theirs_name)) == 0);
@@ -405,9 +401,7 @@ static void sweeping(void) {
     CHECK_EQ(fipc_sweep("/nowhere/at/all", false, NULL, NULL), 0);
 }
 
-static void only_what_the_dead_left_is_swept(void) {
-    with_tmpfs(1024, 0, sweeping);
-}
+static void only_what_the_dead_left_is_swept(void) { with_tmpfs(1024, 0, sweeping); }
 
 static void a_directory_that_can_not_be_used(void) {
     struct fipc_config c = named(1);

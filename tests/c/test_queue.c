@@ -201,8 +201,8 @@ static void every_size_around_a_limit_arrives(void) {
             uint64_t seq = 0;
             for (int64_t k = -80; k <= 80; k++) {
                 for (uint64_t times = 0; times < 4; times++) {
-                    int64_t base = times == 0 ? (int64_t)inline_bytes[i]
-                                              : (int64_t)(times * chunk_bytes[c]);
+                    int64_t base =
+                        times == 0 ? (int64_t)inline_bytes[i] : (int64_t)(times * chunk_bytes[c]);
                     if (base + k >= 0) {
                         there_and_back(w, r, ++seq, (uint64_t)(base + k));
                     }
@@ -1306,9 +1306,9 @@ static void a_dead_reader_is_named_until_it_is_evicted_or_replaced(void) {
         fipc_queue *r0 = peers_attach(w, 0, &h->c);
         struct fipc_error err;
         uint64_t seq = 0;
-        CHECK_RC(fipc_queue_evict(w, 0, &err), FIPC_INVALID); /* it lives */
-        CHECK_RC(fipc_queue_evict(w, 1, &err), FIPC_INVALID); /* it has not come yet */
-        CHECK_RC(fipc_queue_evict(w, 2, &err), FIPC_INVALID); /* there is none */
+        CHECK_RC(fipc_queue_evict(w, 0, &err), FIPC_INVALID);  /* it lives */
+        CHECK_RC(fipc_queue_evict(w, 1, &err), FIPC_INVALID);  /* it has not come yet */
+        CHECK_RC(fipc_queue_evict(w, 2, &err), FIPC_INVALID);  /* there is none */
         CHECK_RC(fipc_queue_evict(r0, 1, &err), FIPC_INVALID); /* not a writer */
         one_that_dies(h, w);
         struct fipc_peer_info info;
@@ -1363,7 +1363,8 @@ static void a_dead_reader_may_be_evicted_at_once(void) {
     fipc_queue *r0 = peers_attach(w, 0, &h->c);
     one_that_dies(h, w);
     struct fipc_error err;
-    CHECK_RC(fipc_queue_evict(w, 1, &err), FIPC_OK); /* the kernel is asked, nothing is waited for */
+    CHECK_RC(fipc_queue_evict(w, 1, &err),
+             FIPC_OK); /* the kernel is asked, nothing is waited for */
     for (uint64_t seq = 1; seq <= 20; seq++) {
         peers_put(w, seq, 100);
         peers_get(r0, seq, 100);

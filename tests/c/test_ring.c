@@ -195,9 +195,8 @@ static void read_one(struct world *w, uint32_t i) {
     const struct fipc_record *want = &m->log[seq % w->h.n_slots];
     CHECK(rec.len == want->len && rec.total == want->total && rec.flags == want->flags &&
           rec.chunk == want->chunk && rec.offset == want->offset && rec.tag == want->tag);
-    const char *payload = rec.flags & FIPC_SLOT_CHUNK
-                              ? fipc_ring_chunk(r, rec.chunk) + rec.offset
-                              : fipc_ring_inline(slot);
+    const char *payload = rec.flags & FIPC_SLOT_CHUNK ? fipc_ring_chunk(r, rec.chunk) + rec.offset
+                                                      : fipc_ring_inline(slot);
     CHECK(pattern_is(payload, seq, 0, rec.len));
     if (test_chance(4)) {
         return; /* looked, not acknowledged */
@@ -369,8 +368,8 @@ static void the_chunk_freed_last_is_used_first(void) {
     for (size_t i = 0; i < 5; i++) {
         uint32_t c = fipc_ring_chunk_free(&w, NULL);
         CHECK_EQ(c, expected[i]);
-        struct fipc_record rec = {
-            .flags = FIPC_SLOT_FIRST | FIPC_SLOT_LAST | FIPC_SLOT_CHUNK, .chunk = c};
+        struct fipc_record rec = {.flags = FIPC_SLOT_FIRST | FIPC_SLOT_LAST | FIPC_SLOT_CHUNK,
+                                  .chunk = c};
         fipc_ring_publish(&w, &rec);
         if (i < 2) {
             fipc_ring_ack(&r, true);
@@ -411,7 +410,8 @@ static void a_record_that_can_not_be_right_is_bad(void) {
                                      rec.offset + rec.len <= 5000
                                : rec.len <= 100;
         const uint32_t both = FIPC_SLOT_FIRST | FIPC_SLOT_LAST;
-        bool sensible = rec.len <= rec.total && ((rec.flags & both) != both || rec.len == rec.total);
+        bool sensible =
+            rec.len <= rec.total && ((rec.flags & both) != both || rec.len == rec.total);
         if (!inside || !sensible) {
             CHECK(bad);
             n_bad++;
@@ -533,8 +533,7 @@ static void *read_all(void *arg) {
         CHECK_EQ(rec.tag, (uint32_t)seq);
         CHECK_EQ(rec.len, len);
         CHECK_EQ((rec.flags & FIPC_SLOT_CHUNK) != 0, in_chunk);
-        const char *payload =
-            in_chunk ? fipc_ring_chunk(&r, rec.chunk) : fipc_ring_inline(slot);
+        const char *payload = in_chunk ? fipc_ring_chunk(&r, rec.chunk) : fipc_ring_inline(slot);
         CHECK(pattern_is(payload, seq, 0, len));
         if (fipc_ring_ack(&r, true)) {
             ring_and_wake(&r.control->room_bell);

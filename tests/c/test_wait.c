@@ -200,9 +200,7 @@ static void take(struct pair *p, uint32_t i) {
     fipc_message_clear(&m);
 }
 
-static void take_from_first(void *arg) {
-    take(arg, 0);
-}
+static void take_from_first(void *arg) { take(arg, 0); }
 
 static void take_everything(void *arg) {
     struct pair *p = arg;
@@ -233,9 +231,7 @@ static uint64_t budget(fipc_queue *q) {
 }
 
 /* Until nobody is to spin: so that a case sees sleeps from the start. */
-static void without_spin(struct pair *p) {
-    p->c.spin_ns = 0;
-}
+static void without_spin(struct pair *p) { p->c.spin_ns = 0; }
 
 /* ---- sleeping ------------------------------------------------------------------------------ */
 
@@ -914,9 +910,7 @@ static void a_real_sleep_ends_at_its_deadline(void) {
     }
 }
 
-static void on_signal(int signal) {
-    (void)signal;
-}
+static void on_signal(int signal) { (void)signal; }
 
 static void a_real_signal_ends_a_real_sleep(void) {
     static const uint32_t counts[] = {1, 2, WORDS};
@@ -979,7 +973,8 @@ static const struct test_case cases[] = {
     {"a signal comes up and the wait goes on", a_signal_comes_up_and_the_wait_goes_on},
     {"a signal amid a message comes up and the message goes on",
      a_signal_amid_a_message_comes_up_and_the_message_goes_on},
-    {"signals are looked for soon, and then after each sleep", signals_are_looked_for_soon_and_then_after_each_sleep},
+    {"signals are looked for soon, and then after each sleep",
+     signals_are_looked_for_soon_and_then_after_each_sleep},
     {"a long wait is reported", a_long_wait_is_reported},
     {"a reader with half a message reports a long wait",
      a_reader_with_half_a_message_reports_a_long_wait},
