@@ -1,10 +1,13 @@
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar, overload
 
+from typing_extensions import disjoint_base
+
 from ._codec_types import CodecRegistry, OOBTensorConsumer, OOBTensorProvider
 
 _T = TypeVar("_T")
 
+@disjoint_base
 class MsgpackEncoder:
     size_threshold: int
     oob_tensor_consumer: OOBTensorConsumer | None
@@ -21,6 +24,7 @@ class MsgpackEncoder:
     def encode(self, obj: Any, /) -> list[Any]: ...
     def encode_into(self, obj: Any, buffer: bytearray) -> list[Any]: ...
 
+@disjoint_base
 class MsgpackDecoder(Generic[_T]):
     share_mem: bool
     oob_tensor_provider: OOBTensorProvider | None

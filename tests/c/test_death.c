@@ -572,7 +572,7 @@ static void a_dead_writer_ends_the_wait_for_readers(void) {
 /* The kernel says that the writer is gone, and since the reader last looked there was a message;
  * or it has closed. */
 static fipc_queue *last_words;
-static bool last_closes;
+static bool last_sends, last_closes;
 
 bool __real_fipc_lock_byte_held(int fd, uint32_t index);
 bool __wrap_fipc_lock_byte_held(int fd, uint32_t index);
@@ -581,8 +581,10 @@ bool __wrap_fipc_lock_byte_held(int fd, uint32_t index) {
     if (last_words == NULL || index != FIPC_WRITER_LOCK) {
         return __real_fipc_lock_byte_held(fd, index);
     }
-    peers_put(last_words, 1, 100);
-    peers_put(last_words, 2, 5000);
+    if (last_sends) {
+        peers_put(last_words, 1, 100);
+        peers_put(last_words, 2, 5000);
+    }
     if (last_closes) {
         fipc_queue_close(last_words);
     }
@@ -596,6 +598,7 @@ static void the_last_words_are_heard(void) {
         fipc_queue *w = peers_create(&s->c);
         fipc_queue *r = peers_attach(w, 0, &s->c);
         last_closes = closes;
+        last_sends = true;
         last_words = w;
         peers_get(r, 1, 100);
         CHECK(last_words == NULL);
@@ -607,6 +610,19 @@ static void the_last_words_are_heard(void) {
         fipc_queue_free(w);
         scene_close(s);
     }
+    /* it had closed, in order, just before it gave its lock back */
+    struct scene *s = scene_open(1);
+    fipc_queue *w = peers_create(&s->c);
+    fipc_queue *r = peers_attach(w, 0, &s->c);
+    struct fipc_message m;
+    struct fipc_error err;
+    last_closes = true;
+    last_sends = false;
+    last_words = w;
+    CHECK_RC(peers_recv(r, FIPC_FOREVER, &m, &err), FIPC_CLOSED);
+    fipc_queue_free(r);
+    fipc_queue_free(w);
+    scene_close(s);
 }
 
 /* ---- a writer dies before there is a queue -------------------------------------------------- */
