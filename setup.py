@@ -15,6 +15,7 @@ import os
 from glob import glob
 from pathlib import Path
 
+import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -51,27 +52,31 @@ class BuildExt(build_ext):
         stamp.write_text(flags)
 
 
-def extension(name: str, sources: list[str], include_dirs: list[str]) -> Extension:
+def extension(
+    name: str, sources: list[str], include_dirs: list[str], macros: list[tuple[str, str | None]]
+) -> Extension:
+    headers = [*glob("csrc/*.h"), *glob("fastipc/*.h"), *glob("fastipc/*.pxd")]
     return Extension(
         name,
         sources,
         include_dirs=include_dirs,
-        define_macros=MACROS,
+        define_macros=macros,
         extra_compile_args=CFLAGS,
-        depends=["setup.py", *sorted(glob("csrc/*.h")), *sorted(glob("fastipc/*.pxd"))],
+        depends=["setup.py", *sorted(headers)],
     )
 
 
-# Every C file is always compiled; those for another platform are empty there by #ifdef.
+# Every C file is always compiled; those for another platform are empty there by #ifdef. The codec
+# is Cython alone: it knows Python objects, and nothing of the ring.
 extensions = [
-    extension("fastipc._core", ["fastipc/_core.pyx", *sorted(glob("csrc/*.c"))], ["csrc"]),
+    extension("fastipc._core", ["fastipc/_core.pyx", *sorted(glob("csrc/*.c"))], ["csrc"], MACROS),
+    extension(
+        "fastipc._codec",
+        ["fastipc/_codec.pyx"],
+        ["fastipc", numpy.get_include()],
+        [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+    ),
 ]
-if Path("fastipc/_codec.pyx").exists():
-    import numpy
-
-    extensions.append(
-        extension("fastipc._codec", ["fastipc/_codec.pyx"], ["csrc", numpy.get_include()])
-    )
 
 setup(
     # The generated C goes to build/, so that neither the package nor an sdist picks it up.

@@ -532,12 +532,13 @@ static int look(struct fipc_queue *q, bool drain, uint64_t now, struct fipc_erro
     if (!q->is_writer) {
         return writer_gone(q, drain, now, err);
     }
-    /* a blocked writer asks more often than a busy one */
+    int rc = fipc_queue_health(q, err);
+    /* a blocked writer asks more often than a busy one: in its next slice again */
     uint64_t soon = now + FIPC_SLICE_NS;
     if (fipc_load64_relaxed(&q->next_probe) > soon) {
         fipc_store64_relaxed(&q->next_probe, soon);
     }
-    return fipc_queue_health(q, err);
+    return rc;
 }
 
 /* ---- waiting ------------------------------------------------------------------------------- */

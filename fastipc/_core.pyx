@@ -482,6 +482,7 @@ cdef class Endpoint:
     cdef object load_one
     cdef object load_many
     cdef object deferred
+    cdef bint bytes_as_they_are
     cdef object __weakref__
 
     def __cinit__(self):
@@ -571,9 +572,11 @@ cdef class Endpoint:
         if self.closing and self.active == 0:
             fipc_queue_close(self.q)
 
-    def use_serializer(self, dump, load_one, load_many):
+    def use_serializer(self, dump, load_one, load_many, bint bytes_as_they_are=False):
         """dump(obj) -> (pieces, n) as send takes them; load_one(bytes), or load_many(list of
-        Block) when it is large or has several buffers -> obj."""
+        Block) when it is large or has several buffers -> obj. bytes_as_they_are: a bytes object
+        may pass the serializer by, on both sides."""
+        self.bytes_as_they_are = bytes_as_they_are
         self.dump = dump
         self.load_one = load_one
         self.load_many = load_many
@@ -585,7 +588,8 @@ cdef class Endpoint:
         cdef fipc_piece one
         cdef Py_ssize_t joined
         self._writing(timeout)
-        if PyBytes_CheckExact(obj) and PyBytes_GET_SIZE(obj) <= GIL_COPY_LIMIT:
+        if (self.bytes_as_they_are and PyBytes_CheckExact(obj)
+                and PyBytes_GET_SIZE(obj) <= GIL_COPY_LIMIT):
             memset(&one, 0, sizeof(one))
             one.ptr = PyBytes_AS_STRING(obj)
             one.len = PyBytes_GET_SIZE(obj)
@@ -690,9 +694,9 @@ cdef class Endpoint:
         return self._load(message, tag)
 
     cdef object _load(self, message, uint32_t tag):
-        if type(message) is bytes:
-            return message if tag == TAG_BYTES else self.load_one(message)
-        return bytes((<list>message)[0]) if tag == TAG_BYTES else self.load_many(message)
+        if tag == TAG_BYTES and self.bytes_as_they_are:
+            return message if type(message) is bytes else bytes((<list>message)[0])
+        return self.load_one(message) if type(message) is bytes else self.load_many(message)
 
     def defer(self, error):
         """Makes the next get raise error."""

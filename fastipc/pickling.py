@@ -204,5 +204,5 @@ def use_pickle(end: Endpoint) -> Dump:
     """Makes pickle the endpoint's serializer, and returns its first half. Loading runs whatever
     code a pickle names."""
     dump = PicklerPool(_Pickler).dump
-    end.use_serializer(dump, pickle.loads, _load_many)
+    end.use_serializer(dump, pickle.loads, _load_many, True)
     return dump

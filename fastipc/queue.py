@@ -111,6 +111,13 @@ def _report(
         )  # fmt: skip
 
 
+def _check_handle(handle: Any) -> None:
+    if not isinstance(handle, Handle):
+        raise TypeError(
+            f"a Handle is needed (export_handle() makes one), not {type(handle).__name__}"
+        )
+
+
 def _nbytes(item: Any) -> int:
     """Of a piece of a message."""
     if isinstance(item, pickle.PickleBuffer):
@@ -237,10 +244,7 @@ class _End:
             )
 
     def _attach(self, handle: Handle, rank: int, spin_us: float | None) -> None:
-        if not isinstance(handle, Handle):
-            raise TypeError(
-                f"a Handle is needed (export_handle() makes one), not {type(handle).__name__}"
-            )
+        _check_handle(handle)
         handle.check_version()
         rank = operator.index(rank)
         if rank in handle.remote_reader_ranks:
@@ -440,8 +444,12 @@ class MessageQueue(_End):
             the system. Where all readers are local nothing listens anywhere.
         slots: how many messages (or parts of large ones) may be unread before enqueue waits.
         inline_bytes: messages up to this size travel in their slot; at most max_chunk_bytes.
-        serializer: "pickle"; "raw" (bytes-like objects in, bytes out); or an object with dumps and
-            loads (see fastipc.serializers), which readers must be given, too.
+        serializer: "pickle" (any object); "msgpack" (what :mod:`fastipc.codec` carries: numbers,
+            text, containers, msgspec Structs, tensors, arrays; no pickle is ever loaded); "raw"
+            (bytes-like objects in, bytes out); or an object with dumps and loads (see
+            :mod:`fastipc.serializers`), which readers must be given, too.
+        type: with "msgpack": the type of the messages. The writer names it for its readers' eyes;
+            what is checked against a type is what arrives, so readers give it, too.
         spin_us: longest spin before a wait sleeps, in microseconds. None (or the variable
             FASTIPC_SPIN_US): learns from the recent waits, up to 300; 0 never spins.
         shm_dir: None puts the ring into a memfd, which has no name, no size limit but memory, and
@@ -476,6 +484,7 @@ class MessageQueue(_End):
         slots: int = 256,
         inline_bytes: int = 8192,
         serializer: str | Serializer = "pickle",
+        type: Any = None,
         spin_us: float | None = None,
         shm_dir: str | os.PathLike[str] | None = None,
         on_reader_death: str = "raise",
@@ -501,7 +510,7 @@ class MessageQueue(_End):
                 f"remote_reader_ranks must be {n_remote} different ranks of no local reader, not "
                 f"{list(remote_ranks)}"
             )
-        name = name_of(serializer)
+        name = name_of(serializer, type)
         self._create(
             ranks,
             max_chunk_bytes,
@@ -516,7 +525,7 @@ class MessageQueue(_End):
             connect_ip,
             secure,
         )
-        self._use_serializer(serializer)
+        self._use_serializer(serializer, type)
 
     @classmethod
     def create_from_handle(
@@ -524,10 +533,18 @@ class MessageQueue(_End):
         handle: Handle,
         rank: int,
         *,
+        type: Any = None,
         spin_us: float | None = None,
         serializer: str | Serializer | None = None,
     ) -> MessageQueue:
         """Attaches to the queue as the reader of the given rank.
+
+        Args:
+            handle: what export_handle() gave the writer's side.
+            rank: one of the queue's ranks.
+            type: for a queue with serializer="msgpack": the type that messages must have; None
+                takes plain values. What isn't of the type is a DecodeError.
+            spin_us: as in the constructor.
 
         The first process of a rank gets every message from the first one on; one that replaces a
         reader that has left or died gets those after the writer took notice of it.
@@ -537,20 +554,18 @@ class MessageQueue(_End):
 
         Args:
             serializer: the writer's, if it isn't one that fastipc has; by default the handle's.
+            type: with "msgpack": what messages are checked against.
 
         Raises:
             HandleMismatch: the handle leads nowhere, or to another queue, or the rank is taken,
                 or the serializer is another one.
             ValueError: the queue has no reader of this rank.
         """
-        if not isinstance(handle, Handle):
-            raise TypeError(
-                f"a Handle is needed (export_handle() makes one), not {type(handle).__name__}"
-            )
-        chosen = serializer_for(handle.serializer, serializer)
+        _check_handle(handle)
+        chosen = serializer_for(handle.serializer, serializer, type)
         self = cls.__new__(cls)
         self._attach(handle, rank, spin_us)
-        self._use_serializer(chosen)
+        self._use_serializer(chosen, type)
         return self
 
     @staticmethod
@@ -614,16 +629,17 @@ class MessageQueue(_End):
             pg, max_chunk_bytes, max_chunks, reader_rank, blocking
         )
 
-    def _use_serializer(self, serializer: str | Serializer) -> None:
+    def _use_serializer(self, serializer: str | Serializer, message_type: Any) -> None:
         # bound once: these are the calls that every message makes
-        self._put, self._dump = use(self._end, serializer)
+        self._dump = use(self._end, serializer, message_type)
+        self._put = self._end.put
         self._waiter: Waiter | None = None
         self._get = self._end.get
         # These two are called for every message. Where no subclass has its own, the end's methods
         # take their place: a Python frame less is a third less for a small message.
-        if type(self).enqueue is MessageQueue.enqueue:
+        if self.__class__.enqueue is MessageQueue.enqueue:
             self.enqueue = self._put  # type: ignore[method-assign, assignment]
-        if type(self).dequeue is MessageQueue.dequeue:
+        if self.__class__.dequeue is MessageQueue.dequeue:
             self.dequeue = self._get  # type: ignore[method-assign, assignment]
 
     # -- the writer

@@ -170,8 +170,9 @@ class RemoteEnd:
         dump: Callable[[Any], tuple[list[Any], int]],
         load_one: Callable[[bytes], Any],
         load_many: Callable[[list[_core.Block]], Any],
+        bytes_as_they_are: bool = False,
     ) -> None:
-        """As Endpoint.use_serializer."""
+        """As Endpoint.use_serializer; but all go through the serializer."""
         self._dump = dump
         self._load_one = load_one
         self._load_many = load_many

@@ -1,7 +1,8 @@
 """What turns objects into the buffers of a message, and back: by name, or an object of the user's.
 
-``"pickle"`` is the default (pickling.py). ``"raw"`` sends bytes-like objects as they are, and
-receives bytes: no pickle is read or written. Anything else is an object with
+``"pickle"`` is the default (pickling.py), ``"msgpack"`` carries typed messages (typed.py), and
+``"raw"`` sends bytes-like objects as they are, and receives bytes: no pickle is read or written.
+Anything else is an object with
 
     name               str; what the handle says, and a reader must have, too
     dumps(obj)         -> a list of at least one contiguous bytes-like object
@@ -32,10 +33,17 @@ class Serializer(Protocol):
     def loads(self, buffers: list[memoryview], /) -> Any: ...
 
 
-Put = Callable[..., None]
+def _use_pickle(end: Any, _: Any) -> Dump:
+    return use_pickle(end)
 
 
-def _use_raw(end: Any) -> Dump:
+def _use_msgpack(end: Any, message_type: Any) -> Dump:
+    from .typed import use_msgpack  # imported for those who use it
+
+    return use_msgpack(end, message_type)
+
+
+def _use_raw(end: Any, _: Any) -> Dump:
     def dump(obj: Any) -> tuple[list[Any], int]:
         try:
             view = memoryview(obj)
@@ -46,22 +54,28 @@ def _use_raw(end: Any) -> Dump:
         # The bytes of an array in another order are gathered in C order, as bytes() does.
         return [view if view.c_contiguous else view.tobytes()], 1
 
-    end.use_serializer(dump, bytes, lambda blocks: bytes(blocks[0]))
+    end.use_serializer(dump, bytes, lambda blocks: bytes(blocks[0]), True)
     return dump
 
 
-# name -> what makes an end use it; each is imported with its first use
-_KNOWN: dict[str, Callable[[Any], Dump]] = {"pickle": use_pickle, "raw": _use_raw}
+# name -> what makes an end use it, and returns what makes the pieces of a message
+_KNOWN: dict[str, Callable[[Any, Any], Dump]] = {
+    "pickle": _use_pickle,
+    "msgpack": _use_msgpack,
+    "raw": _use_raw,
+}
 
 
-def name_of(serializer: str | Serializer) -> str:
-    """What a handle calls it. Raises ValueError for a name that nobody knows, TypeError for an
-    object without dumps and loads."""
+def name_of(serializer: str | Serializer, message_type: Any = None) -> str:
+    """What a handle calls it. Raises ValueError for a name that nobody knows, or a type with any
+    but "msgpack", and TypeError for an object without dumps and loads."""
+    if message_type is not None and serializer != "msgpack":
+        raise ValueError(f"type= goes with serializer='msgpack', not {serializer!r}")
     if isinstance(serializer, str):
         if serializer not in _KNOWN:
             raise ValueError(
-                f"there is no serializer {serializer!r}: use one of "
-                f"{', '.join(map(repr, _KNOWN))}, or an object with dumps and loads"
+                f"there is no serializer {serializer!r}: use "
+                f"{' or '.join(map(repr, _KNOWN))}, or an object with dumps and loads"
             )
         return serializer
     if not isinstance(serializer, Serializer):
@@ -76,11 +90,15 @@ def name_of(serializer: str | Serializer) -> str:
     return name
 
 
-def serializer_for(name: str, given: str | Serializer | None) -> str | Serializer:
+def serializer_for(
+    name: str, given: str | Serializer | None, message_type: Any = None
+) -> str | Serializer:
     """What a reader uses, whose handle says `name` and who was given this, or None.
 
-    Raises HandleMismatch unless both are the same.
+    Raises HandleMismatch unless both are the same, ValueError for a type that doesn't go with it.
     """
+    if message_type is not None and name != "msgpack":
+        raise ValueError(f"type= goes with serializer='msgpack', not {name!r}")
     if given is None:
         if name in _KNOWN:
             return name
@@ -94,11 +112,11 @@ def serializer_for(name: str, given: str | Serializer | None) -> str | Serialize
     return given
 
 
-def use(end: Any, serializer: str | Serializer) -> tuple[Put, Dump]:
-    """Makes an end use it. Returns what sends an object: put(obj, timeout=None); and its part that
-    makes the pieces of a message."""
+def use(end: Any, serializer: str | Serializer, message_type: Any = None) -> Dump:
+    """Makes an end use it; message_type is for "msgpack". Returns what makes the pieces of a
+    message."""
     if isinstance(serializer, str):
-        return end.put, _KNOWN[serializer](end)
+        return _KNOWN[serializer](end, message_type)
     dumps, loads = serializer.dumps, serializer.loads
 
     def dump(obj: Any) -> tuple[list[Any], int]:
@@ -107,14 +125,9 @@ def use(end: Any, serializer: str | Serializer) -> tuple[Put, Dump]:
             raise ValueError(f"{type(serializer).__name__}.dumps returned no buffer")
         return buffers, 1
 
-    def put(obj: Any, timeout: float | None = None) -> None:
-        # (the end's own put has a short way for bytes, around the serializer)
-        buffers, joined = dump(obj)
-        end.send(buffers, joined, timeout)
-
     end.use_serializer(
         dump,
         lambda one: loads([memoryview(bytearray(one))]),
         lambda blocks: loads([memoryview(block) for block in blocks]),
     )
-    return put, dump
+    return dump

@@ -22,6 +22,12 @@ class Settings:
             spins, None learns (up to 300).
         warning_interval: ``FASTIPC_RINGBUFFER_WARNING_INTERVAL``: a wait for a peer is reported
             each time this many seconds have passed.
+        msgpack_zero_copy_threshold: ``FASTIPC_MSGPACK_ZERO_COPY_THRESHOLD``: bytes from which a
+            tensor or array travels in a frame of its own.
+        allow_insecure_serialization: ``FASTIPC_ALLOW_INSECURE_SERIALIZATION`` is "1": the codec may
+            pickle, and load the pickles that a peer sends.
+        rpc_base_path: ``FASTIPC_RPC_BASE_PATH``: where the private directory of ipc sockets is
+            made; None: in the temporary directory.
         host_ip: ``FASTIPC_HOST_IP``: the address that readers on other hosts are told when the
             queue is made without connect_ip; "" leaves it to the default route.
         remote_grace: ``FASTIPC_REMOTE_GRACE``: seconds for which a lost connection to a peer on
@@ -32,6 +38,9 @@ class Settings:
 
     spin_us: float | None = None
     warning_interval: float = 60.0
+    msgpack_zero_copy_threshold: int = 256
+    allow_insecure_serialization: bool = False
+    rpc_base_path: str | None = None
     host_ip: str = ""
     remote_grace: float = 10.0
     remote_linger: float = 5.0
@@ -59,9 +68,19 @@ def settings() -> Settings:
     assert warning is not None
     assert grace is not None
     assert linger is not None
+    threshold = _number("FASTIPC_MSGPACK_ZERO_COPY_THRESHOLD", 256)
+    assert threshold is not None
+    if threshold != int(threshold):
+        raise ValueError(
+            f"FASTIPC_MSGPACK_ZERO_COPY_THRESHOLD={threshold} in the environment must be a whole "
+            "number of bytes"
+        )
     return Settings(
         spin_us=_number("FASTIPC_SPIN_US", None),
         warning_interval=warning,
+        msgpack_zero_copy_threshold=int(threshold),
+        allow_insecure_serialization=os.environ.get("FASTIPC_ALLOW_INSECURE_SERIALIZATION") == "1",
+        rpc_base_path=os.environ.get("FASTIPC_RPC_BASE_PATH") or None,
         host_ip=os.environ.get("FASTIPC_HOST_IP", "").strip(),
         remote_grace=grace,
         remote_linger=linger,

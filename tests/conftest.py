@@ -40,6 +40,8 @@ _TMP = _SCRATCH / "t"
 _KEPT = _SCRATCH / "k"
 # What other libraries keep in the temporary directory until the process exits.
 _FOREIGN_TMP = ("pymp-", "torch")
+# The semaphores of a multiprocessing.Queue, which go with the last of their owners.
+_FOREIGN_SHM = ("sem.mp-",)
 
 
 # -- the session ---------------------------------------------------------------------------------
@@ -127,6 +129,8 @@ def _shared_memory() -> set[Path]:
         return set()
     found = set()
     for path in directory.iterdir():
+        if path.name.startswith(_FOREIGN_SHM):
+            continue
         try:
             if path.stat().st_uid == os.getuid():
                 found.add(path)
@@ -213,7 +217,9 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     new = before.new()
     for process in new.get("processes", ()):
         _kill(process)
-    for path in new.get("files in /dev/shm", set()) | new.get("temporary files", set()):
+    # (what isn't named like ours may be some other program's that began meanwhile)
+    shm = {path for path in new.get("files in /dev/shm", set()) if "fastipc" in path.name}
+    for path in shm | new.get("temporary files", set()):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     if request.node.stash.get(_FAILED, False):
         # The traceback of a failed test keeps its queues alive.

@@ -149,7 +149,7 @@ def test_the_reader_must_have_the_same(where: dict[str, Any]) -> None:
 
 
 def test_what_is_no_serializer_is_refused(where: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="'pickle', 'raw'"):
+    with pytest.raises(ValueError, match="'raw', or an object"):
         MessageQueue(**where, serializer="json")
     with pytest.raises(TypeError, match="dumps and loads"):
         MessageQueue(**where, serializer=5)
