@@ -353,8 +353,6 @@ class RemoteReader(RemoteEnd):
                 if done():
                     return True
                 self._over()
-                if self._consumed != self._acked:
-                    self._acknowledge()
                 pending = has_events(self._socket)
             if deadline is not None and time.monotonic() >= deadline:
                 return False

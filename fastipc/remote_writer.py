@@ -577,6 +577,10 @@ class RemoteWriter(RemoteEnd):
             if not begun:
                 begun = warned = now
                 self._waits += 1
+                # Readers acknowledge when a part of the credit is used up, or when asked: an
+                # acknowledgement for each message would cost as much as the message.
+                with self._lock:
+                    self._say(self._topics.to_all(wire.STATUS, self._head))
             if deadline is not None and now >= deadline:
                 raise Full(
                     "no room in the queue"
