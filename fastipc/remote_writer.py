@@ -53,6 +53,9 @@ ZERO_COPY_BYTES = 65536
 # bytes do.
 LINGERS_MOST = 12
 
+# At exit, how long a reader that is not connected, and can't be knocked at, is waited for.
+EXIT_SECONDS = 0.5
+
 # where tcpi_bytes_acked is in Linux's struct tcp_info
 _ACKED_AT = 120
 
@@ -761,5 +764,17 @@ class RemoteWriter(RemoteEnd):
         return total
 
     def hopeless(self) -> bool:
-        """For the keeper."""
-        return self._delivered()
+        """For the keeper: whoever has not got everything is gone, as far as can be told, and
+        nobody is connecting who might be the one."""
+        if self._delivered():
+            return True
+        now = time.monotonic()
+        with self._lock:
+            connecting = len(self._accepted) > sum(self._connections.values())
+            return (
+                self._closed_said > 0
+                and not connecting
+                and all(
+                    m.lost is not None and now - m.lost > EXIT_SECONDS for m in self._undelivered()
+                )
+            )
