@@ -231,6 +231,17 @@ void fipc_message_clear(struct fipc_message *m);
 void *fipc_block_alloc(uint64_t len);
 void fipc_block_free(void *ptr, uint64_t len);
 
+/* ---- a message as one stretch of bytes -------------------------------------------------- */
+
+/* How long the pieces of a message are when joined, and whether that is one buffer's bytes alone
+ * (bare) or a frame. FIPC_INVALID, FIPC_NO_MEMORY. */
+int fipc_join_size(const struct fipc_piece *pieces, uint64_t n, uint64_t *size, bool *bare);
+/* Joins them at dst, which has room for that many bytes. */
+int fipc_join(const struct fipc_piece *pieces, uint64_t n, void *dst);
+/* The buffers that were joined into the len bytes at src, copied into blocks. Nothing in src is
+ * trusted: FIPC_CORRUPT. FIPC_NO_MEMORY. */
+int fipc_split(const void *src, uint64_t len, bool bare, struct fipc_message *out);
+
 /* ---- both ------------------------------------------------------------------------------- */
 
 /* Waits until every rank has attached. FIPC_TIMEOUT: fipc_queue_peer tells who is missing. */

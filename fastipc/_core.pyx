@@ -23,6 +23,8 @@ from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport UINT64_MAX, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.string cimport memcpy, memset
 
+from _thread import allocate_lock as _allocate_lock, get_ident as _get_ident
+
 from .fipc cimport *
 
 import os
@@ -326,6 +328,126 @@ cdef class _Pins:
 
     def __dealloc__(self):
         self.unpin()
+
+
+# ---- a message as one stretch of bytes --------------------------------------------------------
+
+def join(list items, Py_ssize_t joined, Py_ssize_t prefix=0):
+    """(Block, bare): the message that Endpoint.send would send, behind `prefix` zero bytes. bare:
+    it is one buffer without a frame around it. split needs to be told."""
+    cdef _Pins pins = _Pins.__new__(_Pins)
+    cdef Block block = Block.__new__(Block)
+    cdef uint64_t n = len(items), size = 0
+    cdef fipc_bool bare = False
+    cdef fipc_error e
+    cdef int rc
+    memset(&e, 0, sizeof(e))
+    try:
+        pins.pin(items, joined)
+        rc = fipc_join_size(pins.pieces, n, &size, &bare)
+        if rc == FIPC_OK:
+            block.ptr = fipc_block_alloc(size + prefix)
+            if block.ptr == NULL:
+                raise MemoryError(f"no memory for a message of {size} bytes")
+            block.nbytes = size + prefix
+            memset(block.ptr, 0, prefix)
+            if size > GIL_COPY_LIMIT:
+                with nogil:
+                    rc = fipc_join(pins.pieces, n, <char *>block.ptr + prefix)
+            else:
+                rc = fipc_join(pins.pieces, n, <char *>block.ptr + prefix)
+        if rc != FIPC_OK:
+            _raise(rc, &e)
+    finally:
+        pins.unpin()
+    return block, bool(bare)
+
+
+def split(data, Py_ssize_t offset, bint bare):
+    """What Endpoint.recv would return for the message that begins at offset in data and goes to
+    its end. DecodeError when it contradicts itself."""
+    cdef Py_buffer view
+    cdef fipc_message m
+    cdef const char *src
+    cdef uint64_t length
+    cdef fipc_error e
+    cdef int rc
+    memset(&e, 0, sizeof(e))
+    memset(&m, 0, sizeof(m))
+    PyObject_GetBuffer(data, &view, PyBUF_ANY_CONTIGUOUS)
+    try:
+        if not 0 <= offset <= view.len:
+            raise ValueError("offset is outside of the data")
+        src = <const char *>view.buf + offset
+        length = view.len - offset
+        if bare and length <= GIL_COPY_LIMIT:
+            return PyBytes_FromStringAndSize(src, <Py_ssize_t>length)
+        if length <= GIL_COPY_LIMIT:
+            rc = fipc_split(src, length, bare, &m)
+        else:
+            with nogil:
+                rc = fipc_split(src, length, bare, &m)
+    finally:
+        PyBuffer_Release(&view)
+    if rc != FIPC_OK:
+        _raise(rc, &e)
+    return _blocks(&m)
+
+
+# ---- whose turn it is ---------------------------------------------------------------------------
+
+@cython.final
+cdef class Turn:
+    """A lock with a deadline that no signal handler's exception can lose: as a with-statement
+    takes and gives it back, no Python code runs in between.
+
+        with turn.within(seconds) as mine: ...      mine is False when the time was over first
+
+    A thread that has it and asks again (a signal handler, a finalizer) gets IPCError."""
+
+    cdef object lock
+    cdef object owner
+
+    def __cinit__(self):
+        self.lock = _allocate_lock()
+        self.owner = None
+
+    @property
+    def taken(self):
+        """Whether somebody has it."""
+        return self.owner is not None
+
+    def within(self, seconds=None):
+        """For a with-statement; None waits for ever."""
+        cdef _Taking taking = _Taking.__new__(_Taking)
+        taking.turn = self
+        taking.seconds = -1 if seconds is None else min(seconds, 1e6)
+        return taking
+
+
+@cython.final
+cdef class _Taking:
+    cdef Turn turn
+    cdef object seconds
+    cdef bint mine
+
+    def __enter__(self):
+        me = _get_ident()
+        if self.turn.owner == me:
+            raise IPCError("this thread is inside a call on the same end of the queue already (a "
+                           "signal handler, a finalizer, a log handler or a with-block came back)")
+        # (this raises what a handler raises only when it has not got the lock)
+        if self.turn.lock.acquire(self.seconds != 0, self.seconds if self.seconds else -1):
+            self.turn.owner = me
+            self.mine = True
+        return bool(self.mine)
+
+    def __exit__(self, *_):
+        if self.mine:
+            self.mine = False
+            self.turn.owner = None
+            self.turn.lock.release()
+        return False
 
 
 # ---- one end of a queue -----------------------------------------------------------------------

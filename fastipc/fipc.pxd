@@ -4,6 +4,8 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 
 cdef extern from "fastipc.h" nogil:
+    ctypedef bint fipc_bool "bool"  # where C wants a pointer to one
+
     enum:
         FIPC_FOREVER
         FIPC_ID_BYTES
@@ -162,6 +164,11 @@ cdef extern from "fastipc.h" nogil:
     void fipc_message_clear(fipc_message *m)
     void *fipc_block_alloc(uint64_t len)
     void fipc_block_free(void *ptr, uint64_t len)
+
+    int fipc_join_size(const fipc_piece *pieces, uint64_t n, uint64_t *size,
+                       fipc_bool *bare)
+    int fipc_join(const fipc_piece *pieces, uint64_t n, void *dst)
+    int fipc_split(const void *src, uint64_t len, bint bare, fipc_message *out)
 
     int fipc_queue_wait_ready(fipc_queue *q, fipc_call *call, fipc_error *err)
     int fipc_queue_wait_any(fipc_queue **queues, uint32_t n, fipc_call *call, uint8_t *ready)

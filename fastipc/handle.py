@@ -18,7 +18,8 @@ HANDLE_VERSION = 1
 class Handle(msgspec.Struct, frozen=True, kw_only=True):
     """What a reader needs to find its queue. Immutable; pickles, and encodes as msgpack or JSON.
 
-    Whoever holds it (and runs as the same user on the same host) can attach. Attaching is a
+    Whoever holds it can attach: on the same host as the same user, and from elsewhere, if the queue
+    has readers elsewhere, as anybody. So keep it where only they see it. Attaching is a
     separate step: ``MessageQueue.create_from_handle(handle, rank)``.
 
     Attributes:
@@ -32,6 +33,10 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
         path: of the named segment, "" for a memfd.
         serializer: the name of what turns objects into bytes.
         max_chunk_bytes: bytes.
+        remote_reader_ranks: the ranks of those on other hosts.
+        address: where they connect to, ``tcp://host:port``; "" if there are none.
+        server_key: lets them in: whoever has it can read the queue. "" when it is not encrypted.
+            Not shown by repr.
         version: of this structure.
     """
 
@@ -46,6 +51,9 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     serializer: str
     max_chunk_bytes: int
+    remote_reader_ranks: list[int] = []
+    address: str = ""
+    server_key: str = ""
     version: int = HANDLE_VERSION
 
     def to_str(self) -> str:
@@ -62,6 +70,24 @@ class Handle(msgspec.Struct, frozen=True, kw_only=True):
                 f"this is not a handle as Handle.to_str makes it: {error}"
             ) from None
         return handle
+
+    def id_bytes(self) -> bytes:
+        """The queue id. Raises HandleMismatch when it can't be one."""
+        try:
+            queue_id = bytes.fromhex(self.queue_id)
+        except ValueError:
+            queue_id = b""
+        if len(queue_id) != 16:
+            raise HandleMismatch("the handle is damaged: its queue id is not 32 hexadecimal digits")
+        return queue_id
+
+    def __repr__(self) -> str:
+        shown = (
+            f"{name}={getattr(self, name)!r}"
+            for name in self.__struct_fields__
+            if name != "server_key"
+        )
+        return f"Handle({', '.join(shown)}, server_key={'...' if self.server_key else ''!r})"
 
     def check_version(self) -> None:
         """Raises HandleMismatch when the handle is another version's."""

@@ -14,13 +14,17 @@ from __future__ import annotations
 import pickle
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ._core import Block, Endpoint, PicklerPool, Piece, Sink
 
-__all__ = ["use_pickle"]
+__all__ = ["Dump", "use_pickle"]
+
+# obj -> (pieces, how many of them make the first buffer), as Endpoint.send takes them
+Dump = Callable[[Any], tuple[list[Any], int]]
 
 # Kinds whose bytes mean the same everywhere and whose dtype.str says all about them; 'V' is
 # structured or opaque, its dtype travels as an object.
@@ -196,6 +200,9 @@ def _load_many(message: list[Block]) -> Any:
     return pickle.loads(message[0], buffers=message[1:])
 
 
-def use_pickle(end: Endpoint) -> None:
-    """Makes pickle the endpoint's serializer. Loading runs whatever code a pickle names."""
-    end.use_serializer(PicklerPool(_Pickler).dump, pickle.loads, _load_many, True)
+def use_pickle(end: Endpoint) -> Dump:
+    """Makes pickle the endpoint's serializer, and returns its first half. Loading runs whatever
+    code a pickle names."""
+    dump = PicklerPool(_Pickler).dump
+    end.use_serializer(dump, pickle.loads, _load_many, True)
+    return dump

@@ -8,27 +8,33 @@ the same files on the other side.
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import operator
 import os
+import pickle
 import secrets
 import sys
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from . import _core
+from .addresses import advertised
 from .errors import Closed, HandleMismatch, IPCError, NotReady
 from .handle import Handle
 from .hostinfo import available_cpus, boot_id, host_name, memory_headroom
-from .pickling import use_pickle
+from .serializers import Serializer, name_of, serializer_for, use
 from .settings import settings
 
 __all__ = ["MessageQueue", "ShmRingBuffer", "wait"]
+
+if TYPE_CHECKING:
+    from .aio import Waiter
 
 logger = logging.getLogger("fastipc")
 
@@ -74,7 +80,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _report(
-    end: _core.Endpoint,
+    end: Any,
     kind: str,
     rank: int | None,
     pid: int,
@@ -105,11 +111,18 @@ def _report(
         )  # fmt: skip
 
 
-def _check_serializer(name: str, message_type: Any) -> None:
-    if name not in ("pickle", "msgpack"):
-        raise ValueError(f"there is no serializer {name!r}: use 'pickle' or 'msgpack'")
-    if message_type is not None and name != "msgpack":
-        raise ValueError(f"type= goes with serializer='msgpack', not {name!r}")
+def _check_handle(handle: Any) -> None:
+    if not isinstance(handle, Handle):
+        raise TypeError(
+            f"a Handle is needed (export_handle() makes one), not {type(handle).__name__}"
+        )
+
+
+def _nbytes(item: Any) -> int:
+    """Of a piece of a message."""
+    if isinstance(item, pickle.PickleBuffer):
+        item = memoryview(item).obj
+    return int(item.nbytes) if hasattr(item, "nbytes") else len(item)
 
 
 def _index(name: str, value: SupportsIndex, low: int, high: int) -> int:
@@ -122,7 +135,9 @@ def _index(name: str, value: SupportsIndex, low: int, high: int) -> int:
 class _End:
     """What MessageQueue and ShmRingBuffer share: making, finding, ending, telling."""
 
-    _end: _core.Endpoint
+    # An _core.Endpoint; or, for a queue with readers on other hosts, a RemoteWriter or
+    # RemoteReader, which have its methods. Those are imported when needed, and ZMQ with them.
+    _end: Any
     _ranks: tuple[int, ...]
     _handle: Handle | None
     _rank: int | None
@@ -141,6 +156,9 @@ class _End:
         shm_dir: str | os.PathLike[str] | None,
         on_reader_death: str,
         serializer: str,
+        remote_ranks: tuple[int, ...] = (),
+        connect_ip: str | None = None,
+        secure: bool = True,
     ) -> None:
         if on_reader_death not in ("raise", "evict"):
             raise ValueError(f"on_reader_death must be 'raise' or 'evict', not {on_reader_death!r}")
@@ -148,27 +166,60 @@ class _End:
         max_chunk_bytes = _index("max_chunk_bytes", max_chunk_bytes, 64, 1 << 40)
         max_chunks = _index("max_chunks", max_chunks, 1, 1 << 16)
         self._rank = None
-        self._ranks = ranks
+        self._ranks = (*ranks, *remote_ranks)
         queue_id = secrets.token_bytes(16)
-        self._end = _core.create_writer(
-            queue_id=queue_id,
-            ranks=ranks,
-            max_chunk_bytes=max_chunk_bytes,
-            max_chunks=max_chunks,
-            slots=_index("slots", slots, 2, 1 << 20),
-            inline_bytes=_index("inline_bytes", inline_bytes, 0, 1 << 24),
-            shm_dir=None if shm_dir is None else os.path.abspath(os.fspath(shm_dir)),
-            host=host_name(),
-            n_cpus=available_cpus(),
-            spin_us=config.spin_us if spin_us is None else spin_us,
-            warning_interval=config.warning_interval,
-            evict=on_reader_death == "evict",
-            notice=_report,
-        )
+        slots = _index("slots", slots, 2, 1 << 20)
+        inline_bytes = _index("inline_bytes", inline_bytes, 0, 1 << 24)
+        evict = on_reader_death == "evict"
+        local = None
+        if ranks:
+            local = _core.create_writer(
+                queue_id=queue_id,
+                ranks=ranks,
+                max_chunk_bytes=max_chunk_bytes,
+                max_chunks=max_chunks,
+                slots=slots,
+                inline_bytes=inline_bytes,
+                shm_dir=None if shm_dir is None else os.path.abspath(os.fspath(shm_dir)),
+                host=host_name(),
+                n_cpus=available_cpus(),
+                spin_us=config.spin_us if spin_us is None else spin_us,
+                warning_interval=config.warning_interval,
+                evict=evict,
+                notice=_report,
+            )
+        address = server_key = ""
+        if remote_ranks:
+            from .remote import RemoteWriter
+
+            try:
+                told, wildcard = advertised(connect_ip, config.host_ip)
+                remote = RemoteWriter(
+                    queue_id=queue_id,
+                    local=local,
+                    local_ranks=ranks,
+                    remote_ranks=remote_ranks,
+                    host=told,
+                    wildcard=wildcard,
+                    credit_messages=slots,
+                    credit_bytes=max_chunk_bytes * max_chunks,
+                    secure=secure,
+                    evict=evict,
+                    notice=_report,
+                )
+            except BaseException:
+                if local is not None:
+                    local.close()
+                raise
+            address, server_key = remote.endpoint, remote.server_key
+            self._end = remote
+        else:
+            assert local is not None
+            self._end = local
         _, pid, start_time, fd, path = self._end.address()
         self._handle = Handle(
             queue_id=queue_id.hex(),
-            n_reader=len(ranks),
+            n_reader=len(self._ranks),
             local_reader_ranks=list(ranks),
             host=host_name(),
             boot_id=boot_id(),
@@ -178,6 +229,9 @@ class _End:
             path=path,
             serializer=serializer,
             max_chunk_bytes=max_chunk_bytes,
+            remote_reader_ranks=list(remote_ranks),
+            address=address,
+            server_key=server_key,
         )
         self._opened()
         headroom = memory_headroom()
@@ -190,16 +244,16 @@ class _End:
             )
 
     def _attach(self, handle: Handle, rank: int, spin_us: float | None) -> None:
-        if not isinstance(handle, Handle):
-            raise TypeError(
-                f"a Handle is needed (export_handle() makes one), not {type(handle).__name__}"
-            )
+        _check_handle(handle)
         handle.check_version()
         rank = operator.index(rank)
+        if rank in handle.remote_reader_ranks:
+            self._attach_remote(handle, rank)
+            return
         if rank not in handle.local_reader_ranks:
             raise ValueError(
                 f"rank {rank} is not a reader of this queue: its readers are "
-                f"{_ranks(handle.local_reader_ranks)}"
+                f"{_ranks([*handle.local_reader_ranks, *handle.remote_reader_ranks])}"
             )
         if handle.boot_id != boot_id():
             raise HandleMismatch(
@@ -216,12 +270,8 @@ class _End:
         self._rank = rank
         self._ranks = tuple(handle.local_reader_ranks)
         self._handle = handle
-        try:
-            queue_id = bytes.fromhex(handle.queue_id)
-        except ValueError:
-            raise HandleMismatch("the handle is damaged: its queue id is not hexadecimal") from None
         self._end = _core.attach_reader(
-            queue_id=queue_id,
+            queue_id=handle.id_bytes(),
             ranks=self._ranks,
             reader=self._ranks.index(rank),
             pid=handle.pid,
@@ -231,6 +281,23 @@ class _End:
             n_cpus=available_cpus(),
             spin_us=config.spin_us if spin_us is None else spin_us,
             warning_interval=config.warning_interval,
+            notice=_report,
+        )
+        self._opened()
+
+    def _attach_remote(self, handle: Handle, rank: int) -> None:
+        from .remote import RemoteReader
+
+        self._rank = rank
+        self._ranks = (rank,)
+        self._handle = handle
+        self._end = RemoteReader(
+            queue_id=handle.id_bytes(),
+            endpoint=handle.address,
+            server_key=handle.server_key,
+            rank=rank,
+            writer_pid=handle.pid,
+            writer_host=handle.host,
             notice=_report,
         )
         self._opened()
@@ -250,7 +317,7 @@ class _End:
     @property
     def closed(self) -> bool:
         """True after close()."""
-        return self._end.closed
+        return bool(self._end.closed)
 
     def export_handle(self) -> Handle:
         """What a reader needs to attach; see :class:`fastipc.Handle`."""
@@ -355,7 +422,7 @@ class _End:
 
 
 class MessageQueue(_End):
-    """A broadcast queue of Python objects between the processes of one host.
+    """A broadcast queue of Python objects between the processes of one host or several.
 
     Constructing one makes the writer; readers attach with :meth:`create_from_handle`. Several
     threads may share either end: each message is sent, or delivered, once. After fork the child
@@ -367,16 +434,20 @@ class MessageQueue(_End):
 
     Args:
         n_reader: number of readers.
-        n_local_reader: how many of them are on this host; all of them, for now.
+        n_local_reader: how many of them are on this host; the others get everything over TCP.
         local_reader_ranks: their ranks, default ``range(n_local_reader)``.
         max_chunk_bytes: bytes of a chunk. A message that doesn't fit inline takes one chunk, or
             several if it is larger; it may be larger than all chunks together.
         max_chunks: number of chunks. Their pages are allocated when they are first used.
-        connect_ip: the address that readers on other hosts are told; no use for local readers.
+        connect_ip: the IPv4 or IPv6 address of this host that readers on other hosts are told,
+            else FASTIPC_HOST_IP, else the one that the default route uses; the port is chosen by
+            the system. Where all readers are local nothing listens anywhere.
         slots: how many messages (or parts of large ones) may be unread before enqueue waits.
         inline_bytes: messages up to this size travel in their slot; at most max_chunk_bytes.
-        serializer: "pickle" (any object), or "msgpack" (what :mod:`fastipc.codec` carries: numbers,
-            text, containers, msgspec Structs, tensors, arrays; no pickle is ever loaded).
+        serializer: "pickle" (any object); "msgpack" (what :mod:`fastipc.codec` carries: numbers,
+            text, containers, msgspec Structs, tensors, arrays; no pickle is ever loaded); "raw"
+            (bytes-like objects in, bytes out); or an object with dumps and loads (see
+            :mod:`fastipc.serializers`), which readers must be given, too.
         type: with "msgpack": the type of the messages. The writer names it for its readers' eyes;
             what is checked against a type is what arrives, so readers give it, too.
         spin_us: longest spin before a wait sleeps, in microseconds. None (or the variable
@@ -385,9 +456,19 @@ class MessageQueue(_End):
             can't be left behind. A directory on tmpfs makes a named file there: for readers in
             other PID namespaces.
         on_reader_death: "raise" PeerDied in enqueue, or "evict" the reader and go on.
+        secure: encrypt and authenticate (CURVE) what goes to other hosts: only who has the handle
+            can read. False lets anyone read who reaches the port, and is logged.
+        remote_reader_ranks: the ranks of the readers elsewhere, default the lowest that no local
+            reader has.
+
+    With readers elsewhere, wait_until_ready comes before the first message (NotReady otherwise),
+    and at most max_chunks * max_chunk_bytes bytes, or `slots` messages, may be on their way to
+    the slowest of them before enqueue waits: the writer keeps these until they have been read, so
+    a torn connection loses nothing.
 
     Raises:
         SharedMemoryFull: no room for the ring.
+        OSError: the address can't be bound.
         ValueError: an argument is out of range.
     """
 
@@ -402,19 +483,16 @@ class MessageQueue(_End):
         *,
         slots: int = 256,
         inline_bytes: int = 8192,
-        serializer: str = "pickle",
+        serializer: str | Serializer = "pickle",
         type: Any = None,
         spin_us: float | None = None,
         shm_dir: str | os.PathLike[str] | None = None,
         on_reader_death: str = "raise",
+        secure: bool = True,
+        remote_reader_ranks: Sequence[int] | None = None,
     ) -> None:
         n_reader = _index("n_reader", n_reader, 1, 1024)
         n_local_reader = _index("n_local_reader", n_local_reader, 0, n_reader)
-        if n_local_reader != n_reader:
-            raise ValueError(
-                f"{n_reader - n_local_reader} of {n_reader} readers would be on other hosts: this "
-                "version has local readers only, so n_local_reader must equal n_reader"
-            )
         if local_reader_ranks is None:
             local_reader_ranks = range(n_local_reader)
         ranks = tuple(operator.index(rank) for rank in local_reader_ranks)
@@ -422,7 +500,17 @@ class MessageQueue(_End):
             raise ValueError(
                 f"local_reader_ranks must be {n_local_reader} different ranks, not {list(ranks)}"
             )
-        _check_serializer(serializer, type)
+        n_remote = n_reader - n_local_reader
+        if remote_reader_ranks is None:
+            others = (rank for rank in range(2 * n_reader) if rank not in ranks)
+            remote_reader_ranks = list(itertools.islice(others, n_remote))
+        remote_ranks = tuple(operator.index(rank) for rank in remote_reader_ranks)
+        if len(remote_ranks) != n_remote or len({*ranks, *remote_ranks}) != n_reader:
+            raise ValueError(
+                f"remote_reader_ranks must be {n_remote} different ranks of no local reader, not "
+                f"{list(remote_ranks)}"
+            )
+        name = name_of(serializer, type)
         self._create(
             ranks,
             max_chunk_bytes,
@@ -432,13 +520,22 @@ class MessageQueue(_End):
             spin_us,
             shm_dir,
             on_reader_death,
-            serializer,
+            name,
+            remote_ranks,
+            connect_ip,
+            secure,
         )
         self._use_serializer(serializer, type)
 
     @classmethod
     def create_from_handle(
-        cls, handle: Handle, rank: int, *, type: Any = None, spin_us: float | None = None
+        cls,
+        handle: Handle,
+        rank: int,
+        *,
+        type: Any = None,
+        spin_us: float | None = None,
+        serializer: str | Serializer | None = None,
     ) -> MessageQueue:
         """Attaches to the queue as the reader of the given rank.
 
@@ -452,26 +549,91 @@ class MessageQueue(_End):
         The first process of a rank gets every message from the first one on; one that replaces a
         reader that has left or died gets those after the writer took notice of it.
 
+        A reader on another host connects in the background: wait_until_ready, or the first
+        dequeue, raises what is wrong.
+
+        Args:
+            serializer: the writer's, if it isn't one that fastipc has; by default the handle's.
+            type: with "msgpack": what messages are checked against.
+
         Raises:
-            HandleMismatch: the handle leads nowhere, or to another queue, or the rank is taken.
+            HandleMismatch: the handle leads nowhere, or to another queue, or the rank is taken,
+                or the serializer is another one.
             ValueError: the queue has no reader of this rank.
         """
+        _check_handle(handle)
+        chosen = serializer_for(handle.serializer, serializer, type)
         self = cls.__new__(cls)
-        if isinstance(handle, Handle):  # else _attach says what it must be
-            _check_serializer(handle.serializer, type)
         self._attach(handle, rank, spin_us)
-        self._use_serializer(handle.serializer, type)
+        self._use_serializer(chosen, type)
         return self
 
-    def _use_serializer(self, serializer: str, message_type: Any) -> None:
-        if serializer == "pickle":
-            use_pickle(self._end)
-        else:
-            from .typed import use_msgpack  # imported for those who use it
+    @staticmethod
+    def create_from_process_group(
+        pg: Any,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        writer_rank: int = 0,
+        external_writer_handle: Handle | None = None,
+        blocking: bool = True,
+    ) -> MessageQueue:
+        """A queue among the members of a process group. Collective: every member calls it.
 
-            use_msgpack(self._end, message_type)
+        Who is on the writer's host is found by trying to open its shared memory; the others read
+        over TCP. Ranks are ranks of the group.
+
+        Args:
+            pg: a torch.distributed ProcessGroup, or any object with ``rank``, ``world_size`` and
+                ``broadcast_obj(obj, src)``.
+            max_chunk_bytes, max_chunks: as in MessageQueue.
+            writer_rank: who gets the writer's end; all others get a reader's.
+            external_writer_handle: given by the member writer_rank only: the handle of a queue
+                that somebody else writes. Then every member, that one too, reads it, as the
+                reader of its own rank.
+            blocking: wait until everyone is ready; otherwise wait_until_ready is the caller's.
+
+        Raises:
+            Whatever making the queue or attaching to it raised at any member: at every member.
+            ValueError: writer_rank is no rank of the group, or the group has one member.
+            TypeError: pg is no process group.
+        """
+        from .groups import create_from_process_group
+
+        return create_from_process_group(
+            pg, max_chunk_bytes, max_chunks, writer_rank, external_writer_handle, blocking
+        )
+
+    @staticmethod
+    def create_from_process_group_single_reader(
+        pg: Any,
+        max_chunk_bytes: int,
+        max_chunks: int,
+        reader_rank: int = 0,
+        blocking: bool = False,
+    ) -> tuple[MessageQueue, list[Handle]]:
+        """A queue from each member of a process group to one of them. Collective.
+
+        Every member, the reader too, gets the writer's end of a queue of its own with one reader.
+        The member reader_rank also gets the handles of all, by rank, and attaches to each:
+        ``MessageQueue.create_from_handle(handle, 0)``. The others get an empty list.
+
+        Args:
+            blocking: each writer waits until the reader has attached; the reader itself doesn't
+                wait, since it attaches later.
+
+        Raises as create_from_process_group.
+        """
+        from .groups import create_from_process_group_single_reader
+
+        return create_from_process_group_single_reader(
+            pg, max_chunk_bytes, max_chunks, reader_rank, blocking
+        )
+
+    def _use_serializer(self, serializer: str | Serializer, message_type: Any) -> None:
         # bound once: these are the calls that every message makes
+        self._dump = use(self._end, serializer, message_type)
         self._put = self._end.put
+        self._waiter: Waiter | None = None
         self._get = self._end.get
         # These two are called for every message. Where no subclass has its own, the end's methods
         # take their place: a Python frame less is a third less for a small message.
@@ -554,6 +716,44 @@ class MessageQueue(_End):
             return obj
         return self.dequeue()
 
+    # -- asyncio (aio.py is imported with the first call)
+
+    async def enqueue_async(self, obj: Any, timeout: float | None = None) -> None:
+        """enqueue for coroutines: the event loop goes on while this waits for room.
+
+        Cancelled, it has sent nothing; except that a message larger than a chunk, once it is
+        waiting for room, may still be sent. obj must not be changed before this has returned.
+        Raises as enqueue.
+        """
+        from . import aio
+
+        items, joined = self._dump(obj)
+        size = sum(_nbytes(item) for item in items)
+        send = self._end.send
+        brief = size <= self.export_handle().max_chunk_bytes // 2
+        await aio.enqueue(lambda seconds: send(items, joined, seconds), brief, timeout)
+
+    async def dequeue_async(self, timeout: float | None = None) -> Any:
+        """dequeue for coroutines: the event loop goes on while this waits.
+
+        Cancelled, it has taken no message. Any number of coroutines may wait at once. Raises as
+        dequeue.
+        """
+        from . import aio
+
+        if self._waiter is None:
+            self._waiter = aio.Waiter(self._end.wait_readable)
+        return await aio.dequeue(self._get, self._waiter, timeout)
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        """Messages until the writer has closed."""
+        while True:
+            try:
+                message = await self.dequeue_async()
+            except Closed:
+                return
+            yield message
+
     # -- the verbs of queue.Queue
 
     def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
@@ -575,12 +775,12 @@ class MessageQueue(_End):
     def qsize(self) -> int:
         """Messages that this reader (or the writer's slowest reader) has not read; a moment's
         view."""
-        return self._end.size()
+        return int(self._end.size())
 
     def empty(self) -> bool:
         """True if nothing is unread (here, or by the writer's slowest reader)."""
         if self._rank is None:
-            return self._end.size() == 0
+            return bool(self._end.size() == 0)
         return not self._end.readable()
 
     def full(self) -> bool:
@@ -604,7 +804,12 @@ def wait(queues: Sequence[MessageQueue], timeout: float | None = None) -> list[M
     Thread safe. Raises IPCError for a writer's end.
     """
     queues = list(queues)
-    return [queues[i] for i in _core.wait_any([queue._end for queue in queues], timeout)]
+    ends: list[Any] = [queue._end for queue in queues]
+    if all(type(end) is _core.Endpoint for end in ends):
+        return [queues[i] for i in _core.wait_any(ends, timeout)]
+    from .remote import wait_any
+
+    return [queues[i] for i in wait_any(ends, timeout)]
 
 
 class ShmRingBuffer(_End):

@@ -28,6 +28,12 @@ class Settings:
             pickle, and load the pickles that a peer sends.
         rpc_base_path: ``FASTIPC_RPC_BASE_PATH``: where the private directory of ipc sockets is
             made; None: in the temporary directory.
+        host_ip: ``FASTIPC_HOST_IP``: the address that readers on other hosts are told when the
+            queue is made without connect_ip; "" leaves it to the default route.
+        remote_grace: ``FASTIPC_REMOTE_GRACE``: seconds for which a lost connection to a peer on
+            another host may be coming back before the peer counts as dead.
+        remote_linger: ``FASTIPC_REMOTE_LINGER``: after close, what was sent is given up
+            when none of it has moved to readers on other hosts for this many seconds.
     """
 
     spin_us: float | None = None
@@ -35,6 +41,9 @@ class Settings:
     msgpack_zero_copy_threshold: int = 256
     allow_insecure_serialization: bool = False
     rpc_base_path: str | None = None
+    host_ip: str = ""
+    remote_grace: float = 10.0
+    remote_linger: float = 5.0
 
 
 def _number(name: str, default: float | None) -> float | None:
@@ -54,7 +63,11 @@ def _number(name: str, default: float | None) -> float | None:
 def settings() -> Settings:
     """The settings. Raises ValueError naming the variable that can't be understood."""
     warning = _number("FASTIPC_RINGBUFFER_WARNING_INTERVAL", 60.0)
+    grace = _number("FASTIPC_REMOTE_GRACE", 10.0)
+    linger = _number("FASTIPC_REMOTE_LINGER", 5.0)
     assert warning is not None
+    assert grace is not None
+    assert linger is not None
     threshold = _number("FASTIPC_MSGPACK_ZERO_COPY_THRESHOLD", 256)
     assert threshold is not None
     if threshold != int(threshold):
@@ -68,4 +81,7 @@ def settings() -> Settings:
         msgpack_zero_copy_threshold=int(threshold),
         allow_insecure_serialization=os.environ.get("FASTIPC_ALLOW_INSECURE_SERIALIZATION") == "1",
         rpc_base_path=os.environ.get("FASTIPC_RPC_BASE_PATH") or None,
+        host_ip=os.environ.get("FASTIPC_HOST_IP", "").strip(),
+        remote_grace=grace,
+        remote_linger=linger,
     )

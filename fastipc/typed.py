@@ -7,6 +7,7 @@ checked against a declared type, and no pickle is ever loaded, whatever the envi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ._core import Endpoint
@@ -15,8 +16,9 @@ from .codec import MsgpackDecoder, MsgpackEncoder
 __all__ = ["use_msgpack"]
 
 
-def use_msgpack(end: Endpoint, type: Any) -> None:
+def use_msgpack(end: Endpoint, type: Any) -> Callable[[Any], tuple[list[Any], int]]:
     """Makes msgpack the endpoint's serializer; type is what it receives (None: plain values).
+    Returns what makes the pieces of a message.
 
     Encoder and decoder are this endpoint's own, and safe for several threads.
     """
@@ -28,3 +30,4 @@ def use_msgpack(end: Endpoint, type: Any) -> None:
 
     # Received buffers are this process's own memory, so tensors and arrays lie in them.
     end.use_serializer(dump, decode, decode)
+    return dump

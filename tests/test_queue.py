@@ -25,7 +25,7 @@ from fastipc import Closed, Empty, Full, HandleMismatch, IPCError, MessageQueue
         ({"n_reader": -1}, "n_reader"),
         ({"n_reader": 1025, "n_local_reader": 1025}, "n_reader"),
         ({"n_reader": 2, "n_local_reader": 3}, "n_local_reader"),
-        ({"n_reader": 2, "n_local_reader": 1}, "local readers only"),
+        ({"n_reader": 2, "n_local_reader": 1, "remote_reader_ranks": [0]}, "remote_reader_ranks"),
         ({"local_reader_ranks": [1, 1]}, "local_reader_ranks"),
         ({"local_reader_ranks": [1]}, "local_reader_ranks"),
         ({"max_chunk_bytes": 63}, "max_chunk_bytes"),

@@ -1,0 +1,133 @@
+"""What turns objects into the buffers of a message, and back: by name, or an object of the user's.
+
+``"pickle"`` is the default (pickling.py), ``"msgpack"`` carries typed messages (typed.py), and
+``"raw"`` sends bytes-like objects as they are, and receives bytes: no pickle is read or written.
+Anything else is an object with
+
+    name               str; what the handle says, and a reader must have, too
+    dumps(obj)         -> a list of at least one contiguous bytes-like object
+    loads(buffers)     -> the object; buffers is a list of as many writable memoryviews, which
+                       belong to the receiver, 64-byte aligned if they are large
+
+Its methods may be called from several threads at once. What dumps returns is copied before enqueue
+returns. Without a ``name`` the class's own, with its module, is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from .errors import HandleMismatch
+from .pickling import Dump, use_pickle
+
+__all__ = ["Serializer", "name_of", "serializer_for", "use"]
+
+
+@runtime_checkable
+class Serializer(Protocol):
+    """What an object given as ``serializer=`` must have."""
+
+    def dumps(self, obj: Any, /) -> Sequence[Any]: ...
+
+    def loads(self, buffers: list[memoryview], /) -> Any: ...
+
+
+def _use_pickle(end: Any, _: Any) -> Dump:
+    return use_pickle(end)
+
+
+def _use_msgpack(end: Any, message_type: Any) -> Dump:
+    from .typed import use_msgpack  # imported for those who use it
+
+    return use_msgpack(end, message_type)
+
+
+def _use_raw(end: Any, _: Any) -> Dump:
+    def dump(obj: Any) -> tuple[list[Any], int]:
+        try:
+            view = memoryview(obj)
+        except TypeError:
+            raise TypeError(
+                f"serializer='raw' sends bytes-like objects, and not {type(obj).__name__}"
+            ) from None
+        # The bytes of an array in another order are gathered in C order, as bytes() does.
+        return [view if view.c_contiguous else view.tobytes()], 1
+
+    end.use_serializer(dump, bytes, lambda blocks: bytes(blocks[0]), True)
+    return dump
+
+
+# name -> what makes an end use it, and returns what makes the pieces of a message
+_KNOWN: dict[str, Callable[[Any, Any], Dump]] = {
+    "pickle": _use_pickle,
+    "msgpack": _use_msgpack,
+    "raw": _use_raw,
+}
+
+
+def name_of(serializer: str | Serializer, message_type: Any = None) -> str:
+    """What a handle calls it. Raises ValueError for a name that nobody knows, or a type with any
+    but "msgpack", and TypeError for an object without dumps and loads."""
+    if message_type is not None and serializer != "msgpack":
+        raise ValueError(f"type= goes with serializer='msgpack', not {serializer!r}")
+    if isinstance(serializer, str):
+        if serializer not in _KNOWN:
+            raise ValueError(
+                f"there is no serializer {serializer!r}: use "
+                f"{' or '.join(map(repr, _KNOWN))}, or an object with dumps and loads"
+            )
+        return serializer
+    if not isinstance(serializer, Serializer):
+        raise TypeError(
+            f"a serializer is a name or an object with dumps and loads, not "
+            f"{type(serializer).__name__}"
+        )
+    kind = type(serializer)
+    name = getattr(serializer, "name", None) or f"{kind.__module__}.{kind.__qualname__}"
+    if not isinstance(name, str) or name in _KNOWN:
+        raise ValueError(f"{name!r} can't be the name of a serializer of one's own")
+    return name
+
+
+def serializer_for(
+    name: str, given: str | Serializer | None, message_type: Any = None
+) -> str | Serializer:
+    """What a reader uses, whose handle says `name` and who was given this, or None.
+
+    Raises HandleMismatch unless both are the same, ValueError for a type that doesn't go with it.
+    """
+    if message_type is not None and name != "msgpack":
+        raise ValueError(f"type= goes with serializer='msgpack', not {name!r}")
+    if given is None:
+        if name in _KNOWN:
+            return name
+        raise HandleMismatch(
+            f"the queue's writer uses a serializer of its own, {name!r}: pass the same to "
+            "create_from_handle(handle, rank, serializer=...)"
+        )
+    mine = name_of(given)
+    if mine != name:
+        raise HandleMismatch(f"the queue's writer uses the serializer {name!r}, not {mine!r}")
+    return given
+
+
+def use(end: Any, serializer: str | Serializer, message_type: Any = None) -> Dump:
+    """Makes an end use it; message_type is for "msgpack". Returns what makes the pieces of a
+    message."""
+    if isinstance(serializer, str):
+        return _KNOWN[serializer](end, message_type)
+    dumps, loads = serializer.dumps, serializer.loads
+
+    def dump(obj: Any) -> tuple[list[Any], int]:
+        buffers = list(dumps(obj))
+        if not buffers:
+            raise ValueError(f"{type(serializer).__name__}.dumps returned no buffer")
+        return buffers, 1
+
+    end.use_serializer(
+        dump,
+        lambda one: loads([memoryview(bytearray(one))]),
+        lambda blocks: loads([memoryview(block) for block in blocks]),
+    )
+    return dump

@@ -1,0 +1,238 @@
+"""Coroutines: every message is delivered once, whoever is cancelled and when."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from support import NIGHTLY, eventually
+
+from fastipc import Closed, Empty, Full, IPCError, MessageQueue
+
+CALLS = 10_000 if NIGHTLY else 2_000
+
+
+@pytest.fixture(params=["local", "remote"])
+def where(request: pytest.FixtureRequest) -> dict[str, Any]:
+    if request.param == "local":
+        return {"n_reader": 1, "n_local_reader": 1}
+    return {"n_reader": 1, "n_local_reader": 0, "connect_ip": "127.0.0.1"}
+
+
+class Pair:
+    def __init__(self, where: dict[str, Any], **options: Any) -> None:
+        self.writer = MessageQueue(**where, **options)
+        self.reader = MessageQueue.create_from_handle(self.writer.export_handle(), 0)
+        self.writer.wait_until_ready(30)
+
+    def __enter__(self) -> tuple[MessageQueue, MessageQueue]:
+        return self.writer, self.reader
+
+    def __exit__(self, *_: object) -> None:
+        self.writer.close()
+        self.reader.close()
+
+
+@pytest.mark.timeout(300)
+def test_half_of_the_calls_cancelled_at_random(where: dict[str, Any]) -> None:
+    async def run(writer: MessageQueue, reader: MessageQueue) -> list[int]:
+        rng = random.Random(4)
+        got: list[int] = []
+        cancelled = sent = 0
+
+        async def send() -> None:
+            nonlocal sent
+            while True:
+                await writer.enqueue_async(sent)
+                sent += 1
+                await asyncio.sleep(rng.choice([0, 0, 0.0002, 0.001]))
+
+        sending = asyncio.create_task(send())
+        for i in range(CALLS):
+            call = asyncio.create_task(reader.dequeue_async())
+            if i % 2:
+                # before it has begun, while it waits, or just when a message comes
+                for _ in range(rng.randrange(4)):
+                    await asyncio.sleep(0)
+                if rng.random() < 0.3:
+                    await asyncio.sleep(rng.random() * 0.002)
+                call.cancel()
+            try:
+                got.append(await call)
+            except asyncio.CancelledError:
+                cancelled += 1
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        # whether the last one went before it was cancelled only the reader can tell
+        writer.enqueue(-1)
+        while (last := await reader.dequeue_async()) != -1:
+            got.append(last)
+        assert cancelled > CALLS / 10
+        assert len(got) in (sent, sent + 1)
+        return got
+
+    with Pair(where) as (writer, reader):
+        got = asyncio.run(run(writer, reader))
+    assert got == list(range(len(got)))
+
+
+def test_many_coroutines_share_an_end(where: dict[str, Any]) -> None:
+    async def run(writer: MessageQueue, reader: MessageQueue) -> list[int]:
+        async def read() -> list[int]:
+            mine = []
+            while True:
+                try:
+                    mine.append(await reader.dequeue_async())
+                except Closed:
+                    return mine
+
+        readers = [asyncio.create_task(read()) for _ in range(5)]
+        for i in range(500):
+            await writer.enqueue_async(i)
+        while not reader.empty():
+            await asyncio.sleep(0.001)
+        writer.close()
+        return [i for mine in await asyncio.gather(*readers) for i in mine]
+
+    with Pair(where) as (writer, reader):
+        assert sorted(asyncio.run(run(writer, reader))) == list(range(500))
+
+
+def test_async_for_ends_with_the_writer(where: dict[str, Any]) -> None:
+    async def run(writer: MessageQueue, reader: MessageQueue) -> list[int]:
+        def send() -> None:
+            for i in range(50):
+                writer.enqueue(i)
+                time.sleep(0.001)
+            writer.close()
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        got = [i async for i in reader]
+        thread.join()
+        return got
+
+    with Pair(where) as (writer, reader):
+        assert asyncio.run(run(writer, reader)) == list(range(50))
+
+
+def test_timeouts(where: dict[str, Any]) -> None:
+    async def run(writer: MessageQueue, reader: MessageQueue) -> None:
+        for timeout in (0, 0.01, 0.15):
+            with pytest.raises(Empty):
+                await reader.dequeue_async(timeout)
+        for wrong in (-1, float("nan")):
+            with pytest.raises(ValueError, match="timeout"):
+                await reader.dequeue_async(wrong)
+            with pytest.raises(ValueError, match="timeout"):
+                await writer.enqueue_async(1, wrong)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.dequeue_async(), 0.05)
+        for i in range(4):
+            await writer.enqueue_async(i, 5)
+        for timeout in (0, 0.02):
+            with pytest.raises(Full):
+                await writer.enqueue_async(4, timeout)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(writer.enqueue_async(4), 0.05)
+        waiting = asyncio.create_task(writer.enqueue_async(4))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        assert [await reader.dequeue_async() for _ in range(5)] == [0, 1, 2, 3, 4]
+        await waiting
+        with pytest.raises(IPCError):
+            await reader.enqueue_async(1)
+        with pytest.raises(IPCError):
+            await writer.dequeue_async()
+
+    with Pair(where, slots=4) as (writer, reader):
+        asyncio.run(run(writer, reader))
+
+
+def test_a_message_larger_than_everything(where: dict[str, Any]) -> None:
+    async def run(writer: MessageQueue, reader: MessageQueue) -> None:
+        big = np.arange(3_000_000, dtype=np.uint32)
+        for _ in range(3):
+            sending = asyncio.create_task(writer.enqueue_async(big))
+            got = await reader.dequeue_async()
+            await sending
+            assert np.array_equal(got, big)
+
+    with Pair(where, max_chunk_bytes=1 << 20, max_chunks=2) as (writer, reader):
+        asyncio.run(run(writer, reader))
+
+
+def test_the_loop_goes_on_while_a_call_waits(where: dict[str, Any]) -> None:
+    async def run(writer: MessageQueue, reader: MessageQueue) -> int:
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while turns < 1000:
+                turns += 1
+                await asyncio.sleep(0)
+            writer.enqueue("done")
+
+        counting = asyncio.create_task(count())
+        assert await reader.dequeue_async() == "done"
+        await counting
+        return turns
+
+    with Pair(where) as (writer, reader):
+        assert asyncio.run(run(writer, reader)) == 1000
+
+
+def test_shutdown_ends_a_wait(where: dict[str, Any]) -> None:
+    async def run(reader: MessageQueue) -> None:
+        call = asyncio.create_task(reader.dequeue_async())
+        await asyncio.sleep(0.02)
+        reader.shutdown()
+        with pytest.raises(Closed):
+            await call
+
+    with Pair(where) as (_, reader):
+        asyncio.run(run(reader))
+
+
+def test_the_thread_ends_when_nobody_waits(where: dict[str, Any]) -> None:
+    async def run(reader: MessageQueue) -> None:
+        for _ in range(20):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(reader.dequeue_async(), 0.001)
+
+    def ours() -> list[threading.Thread]:
+        return [t for t in threading.enumerate() if t.name == "fastipc-aio"]
+
+    eventually(lambda: not ours())  # what other tests had
+    with Pair(where) as (writer, reader):
+        asyncio.run(run(reader))
+        assert len(ours()) <= 1
+        eventually(lambda: not ours())
+        writer.enqueue("again")
+
+        async def once() -> Any:
+            return await reader.dequeue_async()
+
+        assert asyncio.run(once()) == "again"
+
+
+def test_asyncio_is_imported_when_first_used(run_child) -> None:
+    run_child(
+        """
+        import sys
+        import fastipc
+        with fastipc.MessageQueue(1, 1) as writer:
+            with fastipc.MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+                writer.enqueue(1)
+                assert reader.dequeue() == 1
+        assert "asyncio" not in sys.modules
+        assert "zmq" not in sys.modules
+        assert "fastipc.aio" not in sys.modules
+        """
+    )
