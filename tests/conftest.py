@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import multiprocessing
+import multiprocessing.util
 import os
 import shutil
 import subprocess
@@ -58,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure() -> None:
+    # What multiprocessing would clean up at exit lies in the directory that goes now.
+    multiprocessing.util._run_finalizers()
     shutil.rmtree(_SCRATCH, ignore_errors=True)
 
 

@@ -56,6 +56,21 @@ static void set_point(struct scene *s, const char *point, int count, const char 
     snprintf(s->spec, sizeof s->spec, "%s:%d:%s", point, count, action);
 }
 
+static bool has_segment(pid_t pid) {
+    char path[64], target[256];
+    snprintf(path, sizeof path, "/proc/%d/fd", (int)pid);
+    DIR *d = opendir(path);
+    CHECK(d != NULL);
+    bool has = false;
+    for (struct dirent *e; (e = readdir(d)) != NULL;) {
+        ssize_t n = readlinkat(dirfd(d), e->d_name, target, sizeof target - 1);
+        target[n > 0 ? n : 0] = 0;
+        has = has || strstr(target, "fastipc") != NULL || strstr(target, "fipc-death") != NULL;
+    }
+    closedir(d);
+    return has;
+}
+
 /* A child of the victim's that lives on after it. It has what a fork or an exec leaves it. */
 static void beget(struct scene *s) {
     pid_t pid = 0;
@@ -73,6 +88,7 @@ static void beget(struct scene *s) {
     } else if (s->offspring == SPAWNED) {
         char *argv[] = {"sleep", "300", NULL};
         CHECK(posix_spawnp(&pid, "sleep", NULL, NULL, argv, environ) == 0);
+        UNTIL(!has_segment(pid)); /* it returns a moment before the descriptors are closed */
     }
     fipc_store64_release(&s->offspring_pid, (uint64_t)pid);
 }

@@ -1441,6 +1441,58 @@ static void a_child_has_no_part_in_its_parents_queues(void) {
     fipc_queue_free(w);
 }
 
+/* Another thread forks while queues are made and closed. */
+#define FORKS TEST_SCALE(200)
+
+struct forks {
+    fipc_a32 end;
+    pid_t pids[FORKS];
+    uint32_t n;
+};
+
+static void *fork_on_and_on(void *arg) {
+    struct forks *f = arg;
+    for (f->n = 0; f->n < FORKS && !fipc_load32_acquire(&f->end); f->n++) {
+        pid_t pid = fork();
+        CHECK(pid >= 0);
+        if (pid == 0) {
+            alarm(test_watchdog_s); /* should the test not live to end it */
+            for (;;) {
+                pause();
+            }
+        }
+        f->pids[f->n] = pid;
+        test_nap();
+    }
+    fipc_store32_release(&f->end, 1);
+    return NULL;
+}
+
+static void a_child_forked_meanwhile_keeps_no_lock(void) {
+    struct forks f = {.end = 0};
+    struct fipc_config c = peers_config(2);
+    pthread_t t;
+    CHECK(pthread_create(&t, NULL, fork_on_and_on, &f) == 0);
+    while (!fipc_load32_acquire(&f.end)) {
+        fipc_queue *w = peers_create(&c);
+        fipc_queue *r[2] = {peers_attach(w, 0, &c), peers_attach(w, 1, &c)};
+        fipc_queue_close(r[0]);
+        /* a child just born closes what it inherited before its fork returns, so: until */
+        UNTIL(!fipc_lock_byte_held(w->seg.lock_fd, FIPC_READER_LOCK(0)));
+        fipc_queue_close(w);
+        UNTIL(!fipc_lock_byte_held(r[1]->seg.lock_fd, FIPC_WRITER_LOCK));
+        for (int i = 0; i < 2; i++) {
+            fipc_queue_free(r[i]);
+        }
+        fipc_queue_free(w);
+    }
+    pthread_join(t, NULL);
+    for (uint32_t i = 0; i < f.n; i++) {
+        kill(f.pids[i], SIGKILL);
+        CHECK_KILLED(f.pids[i]);
+    }
+}
+
 /* ---- a peer that writes nonsense ----------------------------------------------------------- */
 
 static void nonsense_from_a_peer_is_corrupt_and_the_next_is_right(void) {
@@ -1725,6 +1777,7 @@ static const struct test_case cases[] = {
      a_dead_reader_is_named_until_it_is_evicted_or_replaced},
     {"a dead reader may be evicted at once", a_dead_reader_may_be_evicted_at_once},
     {"a child has no part in its parent's queues", a_child_has_no_part_in_its_parents_queues},
+    {"a child forked meanwhile keeps no lock", a_child_forked_meanwhile_keeps_no_lock},
     {"nonsense from a peer is corrupt and the next is right",
      nonsense_from_a_peer_is_corrupt_and_the_next_is_right},
     {"chunks are allocated when used and given back after disuse",
