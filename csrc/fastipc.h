@@ -47,7 +47,8 @@ enum fipc_status {
     FIPC_MISMATCH = -10,   /* the segment is not the one that the address means */
     FIPC_CORRUPT = -11,    /* a frame that can't be right; it was skipped */
     FIPC_SYSTEM = -12,     /* a system call failed: err.sys_errno, err.text */
-    FIPC_NO_MEMORY = -13,  /* the process is out of memory; the message is still there */
+    FIPC_NO_MEMORY = -13,  /* the process is out of memory; the message is still there, unless its
+                              list of buffers alone is longer than one part of a chunk */
     FIPC_INVALID = -14,    /* an argument is out of range: err.text */
     FIPC_RANK_TAKEN = -15, /* another living process (err.pid) is attached as this rank */
     FIPC_REENTRANT = -16,  /* this thread is inside a call on the same object already */
@@ -247,8 +248,8 @@ int fipc_split(const void *src, uint64_t len, bool bare, struct fipc_message *ou
 /* Waits until every rank has attached. FIPC_TIMEOUT: fipc_queue_peer tells who is missing. */
 int fipc_queue_wait_ready(fipc_queue *q, struct fipc_call *call, struct fipc_error *err);
 
-/* Waits until one of the queues is readable (reader) or has room (writer); ready[i] is set for
- * each that is. */
+/* Waits until one of the queues (readers' ends) is readable; ready[i] is set for each that is, or
+ * whose next call would not wait for another reason. */
 int fipc_queue_wait_any(fipc_queue *const *queues, uint32_t n, struct fipc_call *call,
                         uint8_t *ready);
 
@@ -283,6 +284,7 @@ struct fipc_stats {
     uint64_t segment_bytes;  /* address space */
     uint64_t resident_bytes; /* of that, allocated by this writer */
 };
+/* Without the lock: beside a thread that sends or receives, a figure may be a message old. */
 void fipc_queue_stats(fipc_queue *q, struct fipc_stats *out);
 
 /* Writer: messages that the slowest reader has not read. Reader: messages it has not read. */

@@ -93,8 +93,8 @@ static bool prepare(struct fipc_queue *q, const struct fipc_header *h, bool is_w
     q->fork_generation = fipc_fork_generation();
     q->part_chunk = FIPC_NO_CHUNK;
     memcpy(q->id, h->id, sizeof q->id);
-    /* Half of the last waits short: one that turns out long ends the spinning, one short begins
-     * it. */
+    /* Half of the last waits short: spinning begins at once, and ends when five waits in a row
+     * turn out long. */
     fipc_store32_relaxed(&q->history, 0x0f);
     if (!is_writer) {
         q->chunk_seen = zeros(h->n_chunks, 8);
@@ -719,7 +719,9 @@ int fipc_queue_wait_for(struct fipc_queue *q, struct fipc_call *call, fipc_ready
             /* relaxed: pair M orders it before the bit that makes readers look at it */
             fipc_store64_relaxed(&q->ring.control->room_target, room_target(q));
         }
-        uint32_t seen = fipc_bell_park(bell); /* D, M */
+        /* A poll doesn't announce itself: that would cost the other side a wake-up. */
+        const bool poll = call->deadline == 0;
+        uint32_t seen = poll ? 0 : fipc_bell_park(bell); /* D, M */
         now = now_of(q);
         if (ready(q, true)) {
             return waited(q, call, now);
