@@ -121,6 +121,7 @@ struct fipc_call {
     uint64_t deadline;
     bool signals; /* this thread runs signal handlers: come up after each sleep to look for some */
     bool midway;
+    bool spun; /* the wait that goes on spun in vain */
     uint64_t begun, next_check, next_warning;
     uint64_t since; /* the wait that goes on began then; 0: none does */
 };

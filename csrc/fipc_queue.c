@@ -637,6 +637,21 @@ static uint64_t spin_budget(const struct fipc_queue *q) {
     return pays && fipc_queue_may_spin(q) ? q->spin_ns : 0;
 }
 
+/* A spin in vain, and then what was waited for comes as soon as this thread sleeps: the peer had no
+ * CPU while this one spun on it (both were put on one, say, and others are busy). Then it pays to
+ * sleep at once, for a number of waits that doubles with every such spin and begins anew after one
+ * that was of use. */
+#define SOON_NS (200 * UINT64_C(1000)) /* a wake-up, and the copy of a message */
+#define SENTENCE_FIRST 8u
+#define SENTENCE_MAX 1024u
+
+static void repent(struct fipc_queue *q) {
+    uint32_t last = fipc_load32_relaxed(&q->sentence);
+    uint32_t sentence = last == 0 ? SENTENCE_FIRST : last < SENTENCE_MAX ? 2 * last : last;
+    fipc_store32_relaxed(&q->sentence, sentence);
+    fipc_store32_relaxed(&q->penance, sentence);
+}
+
 static void learn(struct fipc_queue *q, uint64_t waited) {
     uint32_t bit = waited < q->spin_ns;
     fipc_store32_relaxed(&q->history, (fipc_load32_relaxed(&q->history) << 1 | bit) & 0xff);
@@ -691,6 +706,9 @@ static void name_culprit(struct fipc_queue *q, struct fipc_call *call, uint64_t 
 }
 
 static int waited(struct fipc_queue *q, struct fipc_call *call, uint64_t now) {
+    if (call->spun && now - call->since < q->spin_ns + SOON_NS) {
+        repent(q);
+    }
     learn(q, now - call->since);
     call->since = 0;
     return FIPC_OK;
@@ -709,10 +727,20 @@ int fipc_queue_wait_for(struct fipc_queue *q, struct fipc_call *call, fipc_ready
     if (call->since == 0) { /* not after a look for signals: what was spun is spun */
         call->since = now;
         bump(&q->waits);
+        call->spun = false;
         budget = call->deadline > now ? spin_budget(q) : 0;
+        uint32_t penance = fipc_load32_relaxed(&q->penance);
+        if (penance > 0) {
+            fipc_store32_relaxed(&q->penance, penance - 1);
+            budget = 0;
+        }
     }
-    if (budget > 0 && spin(q, ready, least(now + budget, call->deadline))) {
-        return waited(q, call, now_of(q));
+    if (budget > 0) {
+        if (spin(q, ready, least(now + budget, call->deadline))) {
+            fipc_store32_relaxed(&q->sentence, 0);
+            return waited(q, call, now_of(q));
+        }
+        call->spun = true;
     }
     for (;;) {
         if (q->is_writer) {

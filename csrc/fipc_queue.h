@@ -38,7 +38,9 @@ struct fipc_queue {
     /* waiting */
     uint64_t spin_ns;
     uint32_t n_cpus;
-    fipc_a32 history; /* of the last 8 waits, a bit each: it was short */
+    fipc_a32 penance;  /* waits that won't spin, because spinning kept the peer from running */
+    fipc_a32 sentence; /* how many the last time */
+    fipc_a32 history;  /* of the last 8 waits, a bit each: it was short */
     uint64_t warn_ns;
     fipc_a64 next_probe; /* when to ask the kernel for the peers' locks again */
     fipc_a64 waits, sleeps, wakes;

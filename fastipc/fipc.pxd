@@ -85,6 +85,7 @@ cdef extern from "fastipc.h" nogil:
         uint64_t deadline
         bint signals
         bint midway
+        bint spun
         uint64_t begun
         uint64_t next_check
         uint64_t next_warning

@@ -539,6 +539,36 @@ static void the_spin_budget_learns(void) {
     pair_close(&p);
 }
 
+/* What is waited for comes only once the waiter sleeps: it spun on the CPU that the peer needed. */
+static void who_spins_on_the_peers_cpu_sleeps_at_once_for_a_while(void) {
+    struct pair p;
+    pair_open(&p, 1, 8, 2);
+    p.f.step = 500;
+    pair_attach(&p);
+    uint64_t in_vain = budget(p.r[0]) + 20 * US;
+    for (int sentence = 8; sentence <= 32; sentence *= 2) {
+        fate_count(&p.f);
+        one_wait(&p, in_vain);
+        CHECK(p.f.looks > 50 && p.f.sleeps == 1);
+        for (int i = 0; i < sentence; i++) {
+            fate_count(&p.f);
+            one_wait(&p, 20 * US);
+            CHECK(p.f.looks < 20 && p.f.sleeps == 1);
+        }
+    }
+    fate_count(&p.f);
+    one_wait(&p, 20 * US); /* the next spin is of use: all is forgotten */
+    CHECK_EQ(p.f.sleeps, 0);
+    one_wait(&p, in_vain);
+    for (int i = 0; i < 8; i++) {
+        one_wait(&p, 20 * US);
+    }
+    fate_count(&p.f);
+    one_wait(&p, 20 * US);
+    CHECK_EQ(p.f.sleeps, 0);
+    pair_close(&p);
+}
+
 static void a_spin_ends(void) {
     for (int writer = 0; writer < 2; writer++) {
         struct pair p;
@@ -980,6 +1010,8 @@ static const struct test_case cases[] = {
     {"a deadline is kept on both sides", a_deadline_is_kept_on_both_sides},
     {"a poll does not sleep", a_poll_does_not_sleep},
     {"the spin budget learns", the_spin_budget_learns},
+    {"who spins on the peer's CPU sleeps at once for a while",
+     who_spins_on_the_peers_cpu_sleeps_at_once_for_a_while},
     {"a spin ends", a_spin_ends},
     {"nobody spins with too few CPUs", nobody_spins_with_too_few_cpus},
     {"spin 0 means never", spin_0_means_never},
