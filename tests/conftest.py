@@ -12,6 +12,7 @@ import gc
 import multiprocessing.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,10 @@ _FOREIGN_SHM = ("sem.mp-",)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts background jobs with Ctrl-C ignored, and every child of theirs would inherit
+    # that: tests of it would wait in vain.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     _TMP.mkdir()
     _KEPT.mkdir()
     os.environ["TMPDIR"] = str(_TMP)
