@@ -38,6 +38,9 @@ RECONNECT_IVL_MS = 20
 RECONNECT_IVL_MOST_MS = 1000
 # A question to the writer that was not answered is put again after this time.
 ASK_AGAIN_SECONDS = 1.0
+# A connection that stands for so long without a handshake is given up, and another one made: what
+# took it may have been a proxy that is stuck. (A writer that is stopped takes that one, too.)
+STUCK_SECONDS = 30.0
 # Handshakes that fail in a row, before a reader that was never let in believes it.
 REFUSALS = 5
 REFUSALS_SECONDS = 1.0
@@ -93,6 +96,7 @@ class RemoteReader(RemoteEnd):
         self._connected = False  # the TCP connection stands
         self._greeted = True  # a HELLO is on its way with the connection that is being made
         self._lost: float = time.monotonic()  # since when it isn't linked
+        self._begun = self._lost  # when the connection was made that has no handshake yet
         self._failed_handshakes = 0
         self._prober: socket.socket | None = None
         self._probe_next = 0.0
@@ -186,6 +190,7 @@ class RemoteReader(RemoteEnd):
     def _on_event(self, event: int, now: float) -> None:
         if event == zmq.EVENT_CONNECTED:
             self._connected = True
+            self._begun = now
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._linked = self._connected = True
             self._refused = False
@@ -205,6 +210,15 @@ class RemoteReader(RemoteEnd):
             self._failed_handshakes = REFUSALS  # ZMQ doesn't try again
         elif event in (zmq.EVENT_CLOSED, zmq.EVENT_CONNECT_RETRIED):
             self._connected = self._linked
+
+    def _connect_anew(self, now: float) -> None:
+        try:
+            self._socket.disconnect(self.endpoint)
+        except zmq.ZMQError:
+            pass
+        self._socket.connect(self.endpoint)
+        self._lost = self._begun = now
+        self._connected = self._greeted = False
 
     def _judge(self, now: float) -> None:
         """The connection is lost, or was never made: is there still a writer?"""
@@ -274,6 +288,9 @@ class RemoteReader(RemoteEnd):
 
     def _on_frame(self, frame: zmq.Frame) -> None:
         """One frame from the writer. (Without CURVE it may be anybody's.)"""
+        if not self._linked:
+            # Whatever was reported of the connection: a moment ago it stood.
+            self._lost = time.monotonic()
         buffer = frame.buffer
         size = buffer.nbytes
         if size >= wire.FRAME.size and buffer[: wire.KIND_AT] == self._topics.all:
@@ -527,7 +544,9 @@ class RemoteReader(RemoteEnd):
             return
         if not self._linked:
             self._judge(now)
-        elif self._asking and now - self._asking >= ASK_AGAIN_SECONDS:
+            if not self._linked and self._connected and now - self._begun >= STUCK_SECONDS:
+                self._connect_anew(now)
+        if self._asking and now - self._asking >= ASK_AGAIN_SECONDS:
             self._hello()
         if idle:
             received = self._next

@@ -154,6 +154,8 @@ class BadLine:
         self._next_stall = self._after_stall()
         self._ended = threading.Event()
         self.paused = threading.Event()  # set: nothing passes
+        self.failures: list[OSError] = []  # of accepting
+        self.accepted = 0
         self.tears = 0
         self.stalls = 0
         self._lock = threading.Lock()
@@ -191,8 +193,13 @@ class BadLine:
         while not self._ended.is_set():
             try:
                 near, _ = self._listener.accept()
-            except OSError:
-                return
+            except OSError as error:
+                if self._ended.is_set():
+                    return
+                self.failures.append(error)
+                time.sleep(0.01)
+                continue
+            self.accepted += 1
             try:
                 far = socket.create_connection(self._target, timeout=5)
             except OSError:

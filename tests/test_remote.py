@@ -547,6 +547,36 @@ def test_torn_connections_lose_and_double_nothing() -> None:
                 reader.dequeue(0.1)
 
 
+def test_a_connection_without_a_handshake_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fastipc.remote_reader.STUCK_SECONDS", 0.2)
+    with MessageQueue(1, 0, connect_ip=LOOPBACK) as writer:
+        handle = writer.export_handle()
+        with BadLine(split_endpoint(handle.address)) as line:
+            line.paused.set()
+            with MessageQueue.create_from_handle(line.handle(handle), 0) as reader:
+                eventually(lambda: line.accepted >= 4)
+                line.paused.clear()
+                writer.wait_until_ready(60)
+                writer.enqueue("through")
+                assert reader.dequeue(60) == "through"
+
+
+def test_lost_reports_of_a_connection_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    with MessageQueue(1, 0, connect_ip=LOOPBACK) as writer:
+        handle = writer.export_handle()
+        with (
+            BadLine(split_endpoint(handle.address)) as line,
+            MessageQueue.create_from_handle(line.handle(handle), 0) as reader,
+        ):
+            writer.wait_until_ready(60)
+            reader.wait_until_ready(60)
+            monkeypatch.setattr(reader._end, "_monitored", lambda: iter(()))
+            for i in range(5):
+                line.tear()
+                writer.enqueue(i)
+                assert reader.dequeue(60) == i
+
+
 @pytest.mark.parametrize("which", [2, 5])
 def test_what_zmq_drops_is_sent_again(monkeypatch: pytest.MonkeyPatch, which: int) -> None:
     """One in the middle, and the last one, of which nothing tells but a question of the writer."""
