@@ -17,6 +17,7 @@ except ImportError as _error:  # pragma: no cover
     ) from _error
 
 from .errors import (
+    ChildDied,
     Closed,
     DecodeError,
     Empty,
@@ -25,7 +26,9 @@ from .errors import (
     IPCError,
     NotReady,
     PeerDied,
+    RemoteError,
     SharedMemoryFull,
+    WorkerDied,
 )
 from .handle import Handle
 from .queue import MessageQueue, ShmRingBuffer, wait
@@ -33,6 +36,7 @@ from .queue import MessageQueue, ShmRingBuffer, wait
 __version__ = "0.1.0"
 
 __all__ = [
+    "ChildDied",
     "Closed",
     "DecodeError",
     "Empty",
@@ -43,8 +47,10 @@ __all__ = [
     "MessageQueue",
     "NotReady",
     "PeerDied",
+    "RemoteError",
     "SharedMemoryFull",
     "ShmRingBuffer",
+    "WorkerDied",
     "wait",
 ]
 

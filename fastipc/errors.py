@@ -11,6 +11,7 @@ import errno
 import queue
 
 __all__ = [
+    "ChildDied",
     "Closed",
     "DecodeError",
     "Empty",
@@ -19,7 +20,9 @@ __all__ = [
     "IPCError",
     "NotReady",
     "PeerDied",
+    "RemoteError",
     "SharedMemoryFull",
+    "WorkerDied",
 ]
 
 
@@ -77,6 +80,56 @@ class PeerDied(IPCError, ConnectionError):
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (str(self), self.rank, self.pid, self.host)
+
+
+class ChildDied(PeerDied):
+    """A process that this one had started ended although nobody asked it to.
+
+    Attributes:
+        rank, pid, host: as of PeerDied; rank None where there is none.
+        exitcode: what it exited with, or minus the signal that killed it; None if unknown.
+    """
+
+    def __init__(
+        self,
+        message: str = "a child process died",
+        rank: int | None = None,
+        pid: int | None = None,
+        host: str | None = None,
+        exitcode: int | None = None,
+    ) -> None:
+        super().__init__(message, rank, pid, host)
+        self.exitcode = exitcode
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (str(self), self.rank, self.pid, self.host, self.exitcode)
+
+
+class WorkerDied(ChildDied):
+    """A worker of an executor ended: calls that wait for it fail, and so do later ones."""
+
+
+class RemoteError(IPCError, RuntimeError):
+    """An exception of another process, in words.
+
+    It is the ``__cause__`` of the exception itself; where that can't be had here (it doesn't
+    pickle, or its class can't be imported), it is raised in its stead.
+
+    Attributes:
+        type_name: the class of the exception there, with its module unless that is built in.
+        message: its text.
+        traceback: the traceback there, as Python prints it.
+    """
+
+    def __init__(self, type_name: str = "", message: str = "", traceback: str = "") -> None:
+        super().__init__(type_name, message, traceback)
+        self.type_name = type_name
+        self.message = message
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        said = f"{self.type_name}: {self.message}" if self.message else self.type_name
+        return f"{said}\n\n{self.traceback.rstrip()}" if self.traceback else said
 
 
 class SharedMemoryFull(IPCError, OSError):

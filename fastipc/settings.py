@@ -34,6 +34,10 @@ class Settings:
             another host may be coming back before the peer counts as dead.
         remote_linger: ``FASTIPC_REMOTE_LINGER``: after close, what was sent is given up
             when none of it has moved to readers on other hosts for this many seconds.
+        worker_multiproc_method: ``FASTIPC_WORKER_MULTIPROC_METHOD``: how child processes are
+            started: "fork", "spawn" or "forkserver"; None: :mod:`fastipc.processes` chooses.
+        mq_max_chunk_bytes: ``FASTIPC_MQ_MAX_CHUNK_BYTES_MB``, there in MiB, here in bytes: the
+            chunks of the queues between an executor and its workers; None: their default.
     """
 
     spin_us: float | None = None
@@ -44,6 +48,11 @@ class Settings:
     host_ip: str = ""
     remote_grace: float = 10.0
     remote_linger: float = 5.0
+    worker_multiproc_method: str | None = None
+    mq_max_chunk_bytes: int | None = None
+
+
+START_METHODS = ("fork", "spawn", "forkserver")
 
 
 def _number(name: str, default: float | None) -> float | None:
@@ -57,6 +66,29 @@ def _number(name: str, default: float | None) -> float | None:
     if not (0 <= value < math.inf):
         raise ValueError(f"{name}={text!r} in the environment must be a number of at least 0")
     return value
+
+
+def _start_method() -> str | None:
+    method = os.environ.get("FASTIPC_WORKER_MULTIPROC_METHOD", "").strip()
+    if method and method not in START_METHODS:
+        raise ValueError(
+            f"FASTIPC_WORKER_MULTIPROC_METHOD={method!r} in the environment must be one of "
+            f"{', '.join(START_METHODS)}"
+        )
+    return method or None
+
+
+def _chunk_bytes() -> int | None:
+    mebibytes = _number("FASTIPC_MQ_MAX_CHUNK_BYTES_MB", None)
+    if mebibytes is None:
+        return None
+    # less would be no room for anything, more than a tebibyte is a slip of the keyboard
+    if not 64 <= mebibytes * 2**20 <= 2**40:
+        raise ValueError(
+            f"FASTIPC_MQ_MAX_CHUNK_BYTES_MB={mebibytes:g} in the environment must be a number of "
+            "MiB of at most 1048576, and more than 0"
+        )
+    return int(mebibytes * 2**20)
 
 
 @cache
@@ -84,4 +116,6 @@ def settings() -> Settings:
         host_ip=os.environ.get("FASTIPC_HOST_IP", "").strip(),
         remote_grace=grace,
         remote_linger=linger,
+        worker_multiproc_method=_start_method(),
+        mq_max_chunk_bytes=_chunk_bytes(),
     )

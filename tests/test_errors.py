@@ -12,6 +12,7 @@ import pytest
 
 import fastipc
 from fastipc import (
+    ChildDied,
     Closed,
     DecodeError,
     Empty,
@@ -20,11 +21,13 @@ from fastipc import (
     IPCError,
     NotReady,
     PeerDied,
+    RemoteError,
     SharedMemoryFull,
+    WorkerDied,
 )
 
 KINDS = [IPCError, Empty, Full, NotReady, Closed, PeerDied, SharedMemoryFull, HandleMismatch,
-         DecodeError]  # fmt: skip
+         DecodeError, ChildDied, WorkerDied, RemoteError]  # fmt: skip
 EXAMPLES = [
     IPCError("text"),
     Empty("text"),
@@ -35,10 +38,14 @@ EXAMPLES = [
     PeerDied("the writer", None, 99, "b-host"),
     SharedMemoryFull("text", 4096, 17),
     HandleMismatch("text"),
+    ChildDied("text", None, 12, "a-host", 3),
+    WorkerDied("text", 1, 12, "a-host", -9),
+    RemoteError("there.Error", "text", "Traceback ..."),
     DecodeError("text"),
     *(kind() for kind in KINDS),
 ]
-ATTRIBUTES = ("rank", "pid", "host", "missing", "needed", "available", "errno")
+ATTRIBUTES = ("rank", "pid", "host", "missing", "needed", "available", "errno",
+              "exitcode", "type_name", "message", "traceback")  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -52,6 +59,9 @@ ATTRIBUTES = ("rank", "pid", "host", "missing", "needed", "available", "errno")
         (SharedMemoryFull, (OSError,)),
         (HandleMismatch, (ValueError,)),
         (DecodeError, (ValueError,)),
+        (ChildDied, (PeerDied, ConnectionError)),
+        (WorkerDied, (ChildDied,)),
+        (RemoteError, (RuntimeError,)),
     ],
 )
 def test_what_else_they_are(kind, others):
@@ -93,7 +103,7 @@ def test_they_arrive_from_a_process_pool():
     """concurrent.futures and multiprocessing send them as pickles, with a cause attached."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        for example in EXAMPLES[:10]:
+        for example in EXAMPLES[:13]:
             with pytest.raises(type(example)) as caught:
                 pool.submit(_raise, example).result()
             assert str(caught.value) == str(example)
