@@ -15,13 +15,17 @@ __all__ = [
     "Closed",
     "DecodeError",
     "Empty",
+    "EngineDeadError",
     "Full",
     "HandleMismatch",
     "IPCError",
     "NotReady",
     "PeerDied",
     "RemoteError",
+    "RequestFailed",
     "SharedMemoryFull",
+    "SlowConsumer",
+    "TooManyRequests",
     "WorkerDied",
 ]
 
@@ -169,3 +173,62 @@ class HandleMismatch(IPCError, ValueError):
 
 class DecodeError(IPCError, ValueError):
     """A frame can't be what it claims to be. It was skipped; the next call works."""
+
+
+class EngineDeadError(IPCError, ConnectionError):
+    """An engine core has ended, or can't be reached any more.
+
+    Attributes:
+        engine: its index; None when it is all of them.
+        exitcode: of its process, negative for a signal; None when it isn't known.
+    """
+
+    def __init__(
+        self, message: str = "", engine: int | None = None, exitcode: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.engine = engine
+        self.exitcode = exitcode
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (str(self), self.engine, self.exitcode)
+
+
+class RequestFailed(IPCError, RuntimeError):
+    """The engine core refused or gave up one request, or a utility call raised. The next works.
+
+    Its ``__cause__`` is a RemoteError with the traceback there, if there was an exception.
+
+    Attributes:
+        request_id: of the request, "" for a call.
+        kind: the name of the exception in the engine core.
+    """
+
+    def __init__(self, message: str = "", request_id: str = "", kind: str = "") -> None:
+        super().__init__(message)
+        self.request_id = request_id
+        self.kind = kind
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (str(self), self.request_id, self.kind)
+
+
+class SlowConsumer(RequestFailed):
+    """A request was aborted because nobody took its outputs and more than the limit gathered."""
+
+
+class TooManyRequests(IPCError, RuntimeError):
+    """So many requests are under way that another is refused. Nothing was sent; try again when one
+    has finished.
+
+    Attributes:
+        in_flight, limit: requests, or bytes of requests.
+    """
+
+    def __init__(self, message: str = "", in_flight: int = 0, limit: int = 0) -> None:
+        super().__init__(message)
+        self.in_flight = in_flight
+        self.limit = limit
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (str(self), self.in_flight, self.limit)

@@ -25,7 +25,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -42,6 +42,7 @@ __all__ = [
     "make_zmq_path",
     "make_zmq_socket",
     "pending_sends",
+    "remove_orphaned_directories",
     "send_frames",
     "send_frames_async",
     "split_zmq_path",
@@ -128,6 +129,13 @@ def get_open_zmq_ipc_path() -> str:
         OSError: ENAMETOOLONG, before anything is created, when FASTIPC_RPC_BASE_PATH is too deep.
     """
     return f"ipc://{_directory.socket_path()}"
+
+
+def remove_orphaned_directories() -> None:
+    """Remove the directories of this user's processes that ended without removing theirs. Those of
+    living processes are told by locks that the kernel holds, and stay."""
+    with contextlib.suppress(OSError):
+        _directory._sweep(_directory._base())
 
 
 class _SocketDirectory:
@@ -272,6 +280,8 @@ def make_zmq_socket(
     identity: bytes | None = None,
     linger: int | None = None,
     router_handover: bool = False,
+    *,
+    configure: Callable[[Any], None] | None = None,
 ) -> Any:
     """A socket of `ctx` (of pyzmq, or its asyncio one) that is bound or connected to `path`.
 
@@ -284,6 +294,8 @@ def make_zmq_socket(
         linger: milliseconds to keep unsent messages for after close, -1 for ever; None: 500.
         router_handover: let a peer that comes back with its old identity take it over from its dead
             connection.
+        configure: called with the socket before it is bound or connected, for further options
+            (CURVE keys, keep-alive).
 
     ROUTER, DEALER, PUSH and PULL queue without limit, and get 0.5 GiB of kernel buffer each way on
     machines with over 32 GiB of memory and 16 GiB free. A ROUTER raises (EHOSTUNREACH) on a send to
@@ -326,6 +338,8 @@ def make_zmq_socket(
                 socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if scheme == "tcp" and _is_ipv6(host):
             socket.setsockopt(zmq.IPV6, 1)
+        if configure is not None:
+            configure(socket)
         if socket_type not in _CONNECTING if bind is None else bind:
             socket.bind(path)
         else:

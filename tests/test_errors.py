@@ -16,18 +16,23 @@ from fastipc import (
     Closed,
     DecodeError,
     Empty,
+    EngineDeadError,
     Full,
     HandleMismatch,
     IPCError,
     NotReady,
     PeerDied,
     RemoteError,
+    RequestFailed,
     SharedMemoryFull,
+    SlowConsumer,
+    TooManyRequests,
     WorkerDied,
 )
 
 KINDS = [IPCError, Empty, Full, NotReady, Closed, PeerDied, SharedMemoryFull, HandleMismatch,
-         DecodeError, ChildDied, WorkerDied, RemoteError]  # fmt: skip
+         DecodeError, ChildDied, WorkerDied, RemoteError, EngineDeadError,
+         RequestFailed, SlowConsumer, TooManyRequests]  # fmt: skip
 EXAMPLES = [
     IPCError("text"),
     Empty("text"),
@@ -42,10 +47,15 @@ EXAMPLES = [
     WorkerDied("text", 1, 12, "a-host", -9),
     RemoteError("there.Error", "text", "Traceback ..."),
     DecodeError("text"),
+    EngineDeadError("text", 3, -9),
+    RequestFailed("text", "request-1", "ValueError"),
+    SlowConsumer("text", "request-1", "SlowConsumer"),
+    TooManyRequests("text", 7, 7),
     *(kind() for kind in KINDS),
 ]
 ATTRIBUTES = ("rank", "pid", "host", "missing", "needed", "available", "errno",
-              "exitcode", "type_name", "message", "traceback")  # fmt: skip
+              "exitcode", "type_name", "message", "traceback", "engine", "request_id", "kind",
+              "in_flight", "limit")  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,348 @@
+"""The engine's input thread: takes requests in, decoded, and keeps the connections.
+
+It owns the control DEALER, a DEALER for each front end, the monitors of their connections, and the
+subscription to the coordinator.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from ..codec import MsgpackDecoder
+from ..errors import DecodeError
+from ..hostinfo import boot_id, host_name
+from ..keeper import Wake
+from ..remote_end import curve_key_pair
+from ..sockets import close_sockets, make_zmq_socket
+from .outbox import Outbox
+from .protocol import (
+    ABORT,
+    ADD,
+    CREDIT,
+    PING,
+    PROTOCOL,
+    START_DP_WAVE,
+    UTILITY,
+    Aborts,
+    Call,
+    CoordinatorAddress,
+    Credit,
+    Ended,
+    FrontEnd,
+    Hello,
+    Ready,
+    Request,
+    StartWave,
+    Wave,
+    Welcome,
+    decode_control,
+    encode_control,
+    identity,
+)
+
+logger = logging.getLogger("fastipc")
+
+_WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+# Messages that are taken from one socket before the others are looked at.
+_AT_ONCE = 256
+
+
+def as_curve_client(server_key: str) -> Callable[[Any], None] | None:
+    """What makes a socket one that encrypts, towards the holder of that key; None for ""."""
+    if not server_key:
+        return None
+    public, secret = curve_key_pair()
+
+    def configure(socket: Any) -> None:
+        socket.curve_serverkey = server_key.encode()
+        socket.curve_publickey = public
+        socket.curve_secretkey = secret
+
+    return configure
+
+
+def keep_alive(socket: Any) -> None:
+    """Have the kernel probe an idle TCP connection: a host that vanished is noticed within half a
+    minute, while a process that is stopped still has a kernel that answers."""
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 10)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 5)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 4)
+
+
+class _Peer:
+    """The connection to one front end."""
+
+    def __init__(self, where: FrontEnd) -> None:
+        self.where = where
+        self.epoch = 0
+        self.connected = False
+        self.requests: Any = None
+        self.monitors: list[Any] = []
+
+
+class Intake(threading.Thread):
+    """Puts into `inbox` what the engine's loop is to do:
+    ("add", client, (received, wave, request)), ("abort", client, ids), ("call", client, Call),
+    ("gone", client, None), ("refuse", client, (id, error)), ("wave", 0, Wave),
+    ("start_wave", client, wave), ("stop", 0, reason).
+    """
+
+    def __init__(
+        self,
+        engine: int,
+        control: str,
+        control_key: str,
+        request_type: type,
+        inbox: Any,
+        outbox: Outbox,
+        window: int,
+        lockstep: bool,
+        info: Any,
+    ) -> None:
+        super().__init__(name="fastipc-engine-input", daemon=True)
+        self._engine = engine
+        self._inbox = inbox
+        self._outbox = outbox
+        self._window = window
+        self._lockstep = lockstep
+        self._info = info
+        self._ctx: zmq.Context[Any] = zmq.Context()
+        self._poller = zmq.Poller()
+        self._readers: dict[Any, Callable[[], None]] = {}
+        self._peers: dict[int, _Peer] = {}
+        self._coordinator: CoordinatorAddress | None = None
+        self._waves: Any = None
+        self._requests: MsgpackDecoder[Request[Any]] = MsgpackDecoder(Request[request_type])  # type: ignore[valid-type]
+        self._calls: MsgpackDecoder[Call] = MsgpackDecoder(Call)
+        self._aborts = msgspec.msgpack.Decoder(Aborts)
+        self._credits = msgspec.msgpack.Decoder(Credit)
+        self._starts = msgspec.msgpack.Decoder(StartWave)
+        self._wave_decoder = msgspec.msgpack.Decoder(Wave)
+        self._wake = Wake()
+        self._stopping = False
+        self._control = self._socket(control, zmq.DEALER, control_key, identity=identity(engine))
+        self._listen(self._control, self._from_control)
+        self._poller.register(self._wake.fd, zmq.POLLIN)
+        self._control.send(encode_control(Hello(PROTOCOL, os.getpid(), engine=engine)))
+
+    def stop(self) -> None:
+        """End the thread and close its sockets. Call from another thread, once."""
+        self._stopping = True
+        self._wake.set()
+        self.join()
+        self._wake.close()
+        close_sockets(self._readers)
+
+    @property
+    def context(self) -> zmq.Context[Any]:
+        return self._ctx
+
+    def _socket(self, path: str, kind: int, key: str, **options: Any) -> Any:
+        configure = as_curve_client(key)
+
+        def prepare(socket: Any) -> None:
+            # A peer that is not there yet, or not any more, is looked for ten times a second.
+            socket.setsockopt(zmq.RECONNECT_IVL, 100)
+            if path.startswith("tcp:"):
+                keep_alive(socket)
+            if configure is not None:
+                configure(socket)
+
+        return make_zmq_socket(self._ctx, path, kind, False, configure=prepare, **options)
+
+    def _listen(self, socket: Any, reader: Callable[[], None]) -> None:
+        self._readers[socket] = reader
+        self._poller.register(socket, zmq.POLLIN)
+
+    def _forget(self, socket: Any) -> None:
+        self._poller.unregister(socket)
+        del self._readers[socket]
+        socket.close(linger=0)
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            while not self._stopping:
+                for socket, _ in self._poller.poll():
+                    reader = self._readers.get(socket)
+                    if reader is not None:
+                        reader()
+        except BaseException as error:
+            logger.exception("the engine's input thread failed")
+            self._inbox.put(("stop", 0, f"its input thread failed: {error!r}"))
+
+    def _from_control(self) -> None:
+        while True:
+            try:
+                message = decode_control(self._control.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except msgspec.MsgspecError as error:
+                logger.warning("engine %d: bad control message: %s", self._engine, error)
+                continue
+            if isinstance(message, Welcome):
+                if message.refused:
+                    self._inbox.put(("stop", 0, message.refused))
+                for where in message.front_ends:
+                    self._meet(where)
+                if message.coordinator is not None and self._coordinator is None:
+                    self._join_waves(message.coordinator)
+            elif isinstance(message, Ended):
+                self._inbox.put(("stop", 0, ""))
+
+    # -- front ends --------------------------------------------------------------------------------
+
+    def _meet(self, where: FrontEnd) -> None:
+        """Connect to a front end, unless it is connected to already."""
+        old = self._peers.get(where.index)
+        if old is not None:
+            if old.where == where:
+                return
+            self._inbox.put(("gone", where.index, None))
+            for monitored in old.monitors:
+                self._forget(monitored)
+            self._forget(old.requests)
+        peer = _Peer(where)
+        peer.epoch = 0 if old is None else old.epoch
+        outputs = self._socket(where.outputs, zmq.PUSH, where.key, linger=1000)
+        self._outbox.connect(where.index, outputs)
+        self._watch(peer, outputs, self._outputs_event)
+        peer.requests = self._socket(
+            where.requests, zmq.DEALER, where.key, identity=identity(self._engine)
+        )
+        self._watch(peer, peer.requests, self._requests_event)
+        self._listen(peer.requests, lambda: self._from_front_end(peer))
+        self._peers[where.index] = peer
+
+    def _watch(self, peer: _Peer, socket: Any, event: Callable[[_Peer, int], None]) -> None:
+        monitor = socket.get_monitor_socket(_WATCHED)
+
+        def read() -> None:
+            while True:
+                try:
+                    frames = monitor.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    return
+                event(peer, parse_monitor_message(frames)["event"])
+
+        peer.monitors.append(monitor)
+        self._listen(monitor, read)
+
+    def _requests_event(self, peer: _Peer, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            peer.connected = True
+            self._begin_epoch(peer)
+        elif event == zmq.EVENT_DISCONNECTED:
+            peer.connected = False
+            self._inbox.put(("gone", peer.where.index, None))
+
+    def _outputs_event(self, peer: _Peer, event: int) -> None:
+        # What was on the way is lost. When the front end is gone, that is told by the other.
+        if event == zmq.EVENT_DISCONNECTED and peer.connected:
+            self._begin_epoch(peer)
+
+    def _begin_epoch(self, peer: _Peer) -> None:
+        index = peer.where.index
+        if peer.epoch:
+            self._inbox.put(("gone", index, None))
+        peer.epoch += 1
+        self._outbox.epoch(index, peer.epoch)
+        ready = Ready(
+            PROTOCOL,
+            self._engine,
+            peer.epoch,
+            os.getpid(),
+            host_name(),
+            boot_id(),
+            self._window,
+            self._lockstep,
+            self._info,
+        )
+        peer.requests.send(msgspec.msgpack.encode(ready))
+
+    def _from_front_end(self, peer: _Peer) -> None:
+        receive = peer.requests.recv
+        client = peer.where.index
+        for _ in range(_AT_ONCE):
+            try:
+                kind = receive(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            frames: list[Any] = []
+            while peer.requests.getsockopt(zmq.RCVMORE):
+                # The first is small as a rule; of the others arrays are made in place.
+                frames.append(receive(copy=not frames))
+            try:
+                self._take(client, kind, frames)
+            except (DecodeError, msgspec.MsgspecError, IndexError) as error:
+                logger.warning(
+                    "engine %d: front end %d sent a message that can't be decoded: %s",
+                    self._engine,
+                    client,
+                    error,
+                )
+
+    def _take(self, client: int, kind: bytes, frames: list[Any]) -> None:
+        if kind == ADD:
+            try:
+                message = self._requests.decode(frames)
+            except DecodeError as error:
+                request_id = _request_id(frames)
+                if request_id is None:
+                    raise
+                self._inbox.put(("refuse", client, (request_id, error)))
+                return
+            self._inbox.put(("add", client, (time.monotonic_ns(), message.wave, message.request)))
+        elif kind == CREDIT:
+            credit = self._credits.decode(frames[0])
+            self._outbox.credit(client, credit.epoch, credit.number)
+        elif kind == ABORT:
+            self._inbox.put(("abort", client, self._aborts.decode(frames[0]).request_ids))
+        elif kind == UTILITY:
+            self._inbox.put(("call", client, self._calls.decode(frames)))
+        elif kind == START_DP_WAVE:
+            self._inbox.put(("start_wave", client, self._starts.decode(frames[0]).wave))
+        elif kind != PING:
+            raise DecodeError(f"unknown type frame {kind[:16]!r}")
+
+    # -- the coordinator ---------------------------------------------------------------------------
+
+    def _join_waves(self, where: CoordinatorAddress) -> None:
+        self._coordinator = where
+        self._outbox.report_to(self._socket(where.reports, zmq.PUSH, where.key))
+        self._waves = self._socket(where.engines, zmq.XSUB, where.key)
+        self._waves.send(b"\x01")
+        self._listen(self._waves, self._from_coordinator)
+        self._inbox.put(("joined", 0, None))
+
+    def _from_coordinator(self) -> None:
+        while True:
+            try:
+                wave = self._wave_decoder.decode(self._waves.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            except msgspec.MsgspecError as error:
+                logger.warning("engine %d: bad message of waves: %s", self._engine, error)
+                continue
+            self._inbox.put(("wave", 0, wave))
+
+
+def _request_id(frames: list[Any]) -> str | None:
+    """The id of a request that is not of the engine's type, if it can be made out."""
+    try:
+        request = msgspec.msgpack.decode(frames[0])[1]
+        found = request["request_id"] if isinstance(request, dict) else request[0]
+    except Exception:
+        return None
+    return found if isinstance(found, str) else None

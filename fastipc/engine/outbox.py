@@ -1,0 +1,272 @@
+"""The engine's output thread: encodes what steps made, and sends no more than is taken.
+
+It owns the PUSH sockets. Whatever is waiting when it looks goes out as one message per front end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections import deque
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
+import zmq
+
+from ..codec import MsgpackEncoder
+from ..sockets import BufferPool, PendingSend, send_frames
+from .protocol import ENGINE_CORE_DEAD, MESSAGE_COST, Dead, Failure, Outputs, Report, Result
+
+logger = logging.getLogger("fastipc")
+
+
+class Batch:
+    """What a step made for one front end."""
+
+    __slots__ = ("aborted", "failures", "outputs", "report", "results", "stamps")
+
+    def __init__(self) -> None:
+        self.outputs: list[Any] = []
+        self.stamps: list[tuple[int, int, int, int, int]] = []
+        self.failures: list[Failure] = []
+        self.results: list[Result] = []
+        self.aborted: list[str] = []
+        self.report: dict[str, Any] | None = None
+
+    def add(self, later: Batch) -> None:
+        """Append what was made later."""
+        if later.stamps:
+            before = len(self.outputs)
+            self.stamps += [(i + before, r, s, b, e) for i, r, s, b, e in later.stamps]
+        self.outputs += later.outputs
+        self.failures += later.failures
+        self.results += later.results
+        self.aborted += later.aborted
+        if later.report is not None:
+            self.report = later.report
+
+
+class _Peer:
+    """One front end's side: what is on the way to it, and what waits for its credit."""
+
+    def __init__(self, socket: Any) -> None:
+        self.socket = socket
+        self.start(0)
+
+    def start(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.number = 0
+        self.sent: deque[tuple[int, int]] = deque()  # (number, bytes), oldest first
+        self.sent_bytes = 0
+        self.backlog: deque[tuple[list[Any], int, int]] = deque()  # (frames, number, bytes)
+        self.backlog_bytes = 0
+        self.overrun = False
+
+
+class Outbox(threading.Thread):
+    """Thread safe: `put` and the other calls only leave word.
+
+    `tell(what, client)` is called from this thread with "stall" when a front end doesn't take its
+    outputs any more, "resume" when it does again, and "overrun" when too much has gathered.
+    """
+
+    def __init__(self, engine: int, window: int, tell: Any) -> None:
+        super().__init__(name="fastipc-engine-output", daemon=True)
+        self._engine = engine
+        self._window = window
+        self._tell = tell
+        self._inbox: SimpleQueue[tuple[str, int, Any]] = SimpleQueue()
+        self._peers: dict[int, _Peer] = {}
+        self._encoder = MsgpackEncoder()
+        self._buffers = BufferPool()
+        self._reports: Any = None
+        self.failed: BaseException | None = None
+
+    # -- calls from other threads ------------------------------------------------------------------
+
+    def put(self, client: int, batch: Batch) -> None:
+        self._inbox.put(("batch", client, batch))
+
+    def credit(self, client: int, epoch: int, number: int) -> None:
+        self._inbox.put(("credit", client, (epoch, number)))
+
+    def connect(self, client: int, socket: Any) -> None:
+        """Hand over the PUSH socket to a front end; the one before it is closed here."""
+        self._inbox.put(("connect", client, socket))
+
+    def epoch(self, client: int, epoch: int) -> None:
+        """The connection was made (again): nothing is on the way, nothing waits."""
+        self._inbox.put(("epoch", client, epoch))
+
+    def report_to(self, socket: Any) -> None:
+        """Hand over the PUSH socket to the coordinator."""
+        self._inbox.put(("report_to", 0, socket))
+
+    def report(self, report: Report) -> None:
+        self._inbox.put(("report", 0, report))
+
+    def dead(self, reason: str) -> None:
+        """Tell every front end that this engine ends."""
+        self._inbox.put(("dead", 0, reason))
+
+    def stop(self, linger_ms: int) -> None:
+        """Send what is there and close the sockets; ZMQ keeps what is unsent for linger_ms."""
+        self._inbox.put(("stop", linger_ms, None))
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            while True:
+                what, client, item = self._inbox.get()
+                batches: dict[int, Batch] = {}
+                while True:
+                    if what == "batch":
+                        if client in batches:
+                            batches[client].add(item)
+                        else:
+                            batches[client] = item
+                    else:
+                        self._flush(batches)
+                        if what == "stop":
+                            for peer in self._peers.values():
+                                peer.socket.close(linger=client)
+                            if self._reports is not None:
+                                self._reports.close(linger=client)
+                            return
+                        self._handle(what, client, item)
+                    try:
+                        what, client, item = self._inbox.get_nowait()
+                    except Empty:
+                        break
+                self._flush(batches)
+        except BaseException as error:
+            self.failed = error
+            logger.exception("the engine's output thread failed")
+            self._tell("failed", 0)
+
+    def _handle(self, what: str, client: int, item: Any) -> None:
+        if what == "credit":
+            peer = self._peers.get(client)
+            if peer is not None and item[0] == peer.epoch:
+                self._take_credit(client, peer, item[1])
+        elif what == "connect":
+            old = self._peers.pop(client, None)
+            if old is not None:
+                old.socket.close(linger=0)
+            self._peers[client] = _Peer(item)
+        elif what == "epoch":
+            if client in self._peers:
+                self._peers[client].start(item)
+        elif what == "report_to":
+            if self._reports is not None:
+                self._reports.close(linger=0)
+            self._reports = item
+        elif what == "report":
+            if self._reports is not None:
+                self._send(self._reports, [msgspec.msgpack.encode(item)])
+        elif what == "dead":
+            message = [ENGINE_CORE_DEAD, msgspec.msgpack.encode(Dead(self._engine, item))]
+            for peer in self._peers.values():
+                self._send(peer.socket, message)
+        else:  # pragma: no cover
+            raise AssertionError(what)
+
+    def _flush(self, batches: dict[int, Batch]) -> None:
+        for client, batch in batches.items():
+            peer = self._peers.get(client)
+            if peer is not None:
+                self._put(client, peer, batch)
+        batches.clear()
+
+    def _put(self, client: int, peer: _Peer, batch: Batch) -> None:
+        peer.number += 1
+        message: Outputs[Any] = Outputs(
+            self._engine,
+            peer.epoch,
+            peer.number,
+            batch.outputs,
+            time.monotonic_ns(),
+            batch.stamps,
+            batch.failures,
+            batch.results,
+            batch.aborted,
+            batch.report,
+        )
+        buffer = self._buffers.get()
+        try:
+            frames = self._encoder.encode_into(message, buffer)
+        except Exception:
+            self._drop_what_cannot_be_encoded(message)
+            frames = self._encoder.encode_into(message, buffer)
+        size = MESSAGE_COST * len(frames) + len(buffer)
+        for frame in frames[1:]:
+            size += len(memoryview(frame).cast("B"))
+        if peer.sent_bytes <= self._window and not peer.backlog:
+            self._transmit(peer, frames, peer.number, size)
+            return
+        if not peer.backlog:
+            self._tell("stall", client)
+        peer.backlog.append((frames, peer.number, size))
+        peer.backlog_bytes += size
+        if peer.backlog_bytes > self._window and not peer.overrun:
+            peer.overrun = True
+            self._tell("overrun", client)
+
+    def _transmit(self, peer: _Peer, frames: list[Any], number: int, size: int) -> None:
+        peer.sent.append((number, size))
+        peer.sent_bytes += size
+        send = self._send(peer.socket, frames)
+        self._buffers.give(frames[0], send)
+
+    def _take_credit(self, client: int, peer: _Peer, number: int) -> None:
+        while peer.sent and peer.sent[0][0] <= number:
+            peer.sent_bytes -= peer.sent.popleft()[1]
+        if not peer.backlog:
+            return
+        while peer.backlog and peer.sent_bytes <= self._window:
+            frames, at, size = peer.backlog.popleft()
+            peer.backlog_bytes -= size
+            self._transmit(peer, frames, at, size)
+        if not peer.backlog:
+            peer.overrun = False
+            self._tell("resume", client)
+
+    def _send(self, socket: Any, frames: list[Any]) -> PendingSend:
+        return send_frames(socket, frames, zmq.NOBLOCK)
+
+    def _drop_what_cannot_be_encoded(self, message: Outputs[Any]) -> None:
+        """Replace outputs and results that the codec refuses by failures that say so."""
+        kept: list[Any] = []
+        moved = {}
+        for index, output in enumerate(message.outputs):
+            try:
+                self._encoder.encode(output)
+            except Exception as error:
+                message.failures.append(
+                    Failure(
+                        output.request_id,
+                        type(error).__name__,
+                        f"the engine's output for it can't be encoded: {error}",
+                        traceback.format_exc(),
+                    )
+                )
+            else:
+                moved[index] = len(kept)
+                kept.append(output)
+        message.outputs = kept
+        message.stamps = [(moved[i], r, s, b, e) for i, r, s, b, e in message.stamps if i in moved]
+        for result in message.results:
+            try:
+                self._encoder.encode(result)
+            except Exception as error:
+                result.result = None
+                result.failure = Failure(
+                    "",
+                    type(error).__name__,
+                    f"the call's result can't be encoded: {error}",
+                    traceback.format_exc(),
+                )

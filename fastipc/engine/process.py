@@ -1,0 +1,398 @@
+"""An engine's process: the busy loop between the input and the output thread."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import time
+import traceback
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from ..codec import UtilityResult
+from ..codec import registry as codec_registry
+from ..histogram import Histogram
+from .core import EngineCore, check_core_class, utility
+from .intake import Intake
+from .outbox import Batch, Outbox
+from .protocol import Call, Failure, Report, Result, Wave
+
+__all__ = ["run_engine"]
+
+logger = logging.getLogger("fastipc")
+
+WINDOW_BYTES = 32 << 20
+"""Outputs on the way to one front end, and as many again that wait for it: what a front end takes
+in a few hundredths of a second, and a stopped one can cost."""
+
+REPORT_SECONDS = 1.0
+"""How often histograms travel with the outputs."""
+
+_SWITCH_SECONDS = 0.0005
+"""For how long a thread of the engine may keep the others from the interpreter: the default of 5 ms
+is what a request would wait for a step that computes in Python."""
+
+
+class _Active:
+    """A request under way."""
+
+    __slots__ = ("begun", "client", "received", "scheduled")
+
+    def __init__(self, client: int, received: int, scheduled: int) -> None:
+        self.client = client
+        self.received = received
+        self.scheduled = scheduled
+        self.begun = False
+
+
+def run_engine(
+    core_class: type[EngineCore],
+    config: Any = None,
+    *,
+    index: int = 0,
+    control: str,
+    control_key: str = "",
+    ready: Any = None,
+    window: int = WINDOW_BYTES,
+) -> None:
+    """Run one engine in this process until it is told to end, or fails.
+
+    ``launch`` does this in processes of its own; call it yourself to run an engine elsewhere, on
+    another host for example, for front ends of a group that was launched with ``external=True``.
+
+    Args:
+        core_class: a subclass of EngineCore.
+        config: handed to it.
+        index: of the engine.
+        control, control_key: `ClientSpec.control`, `.control_key` of the group.
+        ready: called without arguments when the core is there.
+        window: bytes of outputs on the way to one front end.
+
+    Raises what the core raised, after front ends were told.
+    """
+    check_core_class(core_class)
+    codec_registry.allow(core_class.request_type, core_class.output_type)
+    core = core_class(config, index=index)
+    engine = _Engine(core, index, control, control_key, window)
+    if ready is not None:
+        ready()
+    engine.run()
+
+
+class _Engine:
+    def __init__(
+        self, core: EngineCore, index: int, control: str, control_key: str, window: int
+    ) -> None:
+        self.core = core
+        self.index = index
+        self.inbox: SimpleQueue[tuple[str, int, Any]] = SimpleQueue()
+        self.active: dict[str, _Active] = {}
+        self.stopping = False
+        self.reason = ""
+        self.wave = 0
+        self.stepping = False
+        self.coordinated = False
+        self.last_load: tuple[int, int, int, bool] | None = None
+        self.next_report = 0.0
+        self.histograms = {name: Histogram() for name in ("step", "engine_queue")}
+        self.outbox = Outbox(index, window, self.tell)
+        try:
+            self.intake = Intake(
+                index,
+                control,
+                control_key,
+                core.request_type,
+                self.inbox,
+                self.outbox,
+                window,
+                core.lockstep,
+                core.info(),
+            )
+        except BaseException:
+            core.close()
+            raise
+
+    def ended(self) -> bool:
+        """Whether the loop is to end."""
+        return self.stopping
+
+    def tell(self, what: str, client: int) -> None:
+        """Called by the output thread."""
+        self.inbox.put((what, client, None))
+
+    def run(self) -> None:
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(min(before, _SWITCH_SECONDS))
+        # What start-up made stays; collections need not look at it again.
+        gc.collect()
+        gc.freeze()
+        self.outbox.start()
+        self.intake.start()
+        reason = "it ended"
+        try:
+            self.loop()
+            reason = self.reason or reason
+        except SystemExit:
+            reason = "it was asked to end"
+            raise
+        except BaseException as error:
+            reason = "".join(traceback.format_exception(error)).strip()
+            raise
+        finally:
+            sys.setswitchinterval(before)
+            try:
+                self.core.close()
+            finally:
+                self.outbox.dead(reason)
+                self.outbox.stop(linger_ms=1000)
+                self.outbox.join()
+                self.intake.stop()
+                self.intake.context.term()
+                gc.unfreeze()
+
+    def loop(self) -> None:
+        core, inbox, handle = self.core, self.inbox, self.handle
+        now = time.monotonic_ns
+        while not self.ended():
+            working = core.has_work()
+            if not working and not self.stepping:
+                self.publish_load(False)
+                handle(*inbox.get())
+            while True:
+                try:
+                    item = inbox.get_nowait()
+                except Empty:
+                    break
+                handle(*item)
+            if self.ended():
+                break
+            if core.has_work():
+                began = now()
+                outputs = core.step()
+                ended = now()
+                self.histograms["step"].record(ended - began)
+                self.deliver(outputs, began, ended)
+                self.publish_load(True)
+            elif self.stepping:
+                self.publish_load(False)
+                core.dummy_step()
+
+    def deliver(self, outputs: Any, began: int, ended: int) -> None:
+        """Hand a step's outputs to the output thread, sorted by front end."""
+        active = self.active
+        batches: dict[int, Batch] = {}
+        client, batch = -1, Batch()
+        for output in outputs:
+            request = active.get(output.request_id)
+            if request is None:
+                continue  # aborted meanwhile
+            if request.client != client:
+                client = request.client
+                if client not in batches:
+                    batches[client] = Batch()
+                batch = batches[client]
+            if not request.begun:
+                request.begun = True
+                batch.stamps.append(
+                    (len(batch.outputs), request.received, request.scheduled, began, ended)
+                )
+            batch.outputs.append(output)
+            if output.finished:
+                del active[output.request_id]
+        if batches:
+            clock = ended * 1e-9
+            if clock >= self.next_report:
+                self.next_report = clock + REPORT_SECONDS
+                report = self.report()
+                for batch in batches.values():
+                    batch.report = report
+            for client, batch in batches.items():
+                self.outbox.put(client, batch)
+
+    def report(self) -> dict[str, Any]:
+        found = {**self.core.stats(), **self.histograms}
+        return {
+            name: histogram.to_builtins()
+            for name, histogram in found.items()
+            if isinstance(histogram, Histogram)
+        }
+
+    # -- what the other threads bring --------------------------------------------------------------
+
+    def handle(self, what: str, client: int, item: Any) -> None:
+        if what == "add":
+            self.add(client, *item)
+        elif what == "abort":
+            self.abort(client, item)
+        elif what == "call":
+            self.call(client, item)
+        elif what == "gone":
+            self.abort_all(client)
+        elif what == "wave":
+            self.take_wave(item)
+        elif what == "start_wave":
+            self.start_wave(item)
+        elif what == "stall":
+            logger.warning(
+                "engine %d: front end %d doesn't take its outputs; they are kept for now",
+                self.index,
+                client,
+            )
+            self.core.pause(self.of_client(client))
+        elif what == "resume":
+            self.core.resume(self.of_client(client))
+        elif what == "overrun":
+            self.overrun(client)
+        elif what == "refuse":
+            request_id, error = item
+            self.fail(client, request_id, error, "".join(traceback.format_exception(error)))
+        elif what == "joined":
+            self.coordinated = True
+            self.last_load = None
+        elif what == "stop":
+            self.stopping = True
+            self.reason = item
+        elif what == "failed":
+            raise RuntimeError("the engine's output thread failed") from self.outbox.failed
+        else:  # pragma: no cover
+            raise AssertionError(what)
+
+    def of_client(self, client: int) -> list[str]:
+        return [rid for rid, request in self.active.items() if request.client == client]
+
+    def add(self, client: int, received: int, wave: int, request: Any) -> None:
+        request_id = request.request_id
+        there = self.active.get(request_id)
+        if there is not None:
+            if there.client != client:
+                self.fail(
+                    client,
+                    request_id,
+                    ValueError(
+                        f"request id {request_id!r} is another front end's that is under way: "
+                        "ids must be unique among all front ends"
+                    ),
+                )
+            return  # sent again: it is under way already
+        scheduled = time.monotonic_ns()
+        self.histograms["engine_queue"].record(scheduled - received)
+        if self.lockstep and not self.stepping:
+            self.wave = max(self.wave, wave)
+            self.begin_stepping()
+        self.active[request_id] = _Active(client, received, scheduled)
+        try:
+            self.core.add_request(request)
+        except Exception as error:
+            del self.active[request_id]
+            self.fail(client, request_id, error, traceback.format_exc())
+
+    def abort(self, client: int, request_ids: list[str]) -> None:
+        known = []
+        for request_id in request_ids:
+            request = self.active.get(request_id)
+            if request is not None and request.client == client:
+                del self.active[request_id]
+                known.append(request_id)
+        if known:
+            self.core.abort(known)
+        batch = Batch()
+        batch.aborted = request_ids
+        self.outbox.put(client, batch)
+
+    def abort_all(self, client: int) -> list[str]:
+        """Drop what a front end that is gone had under way."""
+        known = self.of_client(client)
+        for request_id in known:
+            del self.active[request_id]
+        if known:
+            logger.info(
+                "engine %d: front end %d is gone; %d requests of it are aborted",
+                self.index,
+                client,
+                len(known),
+            )
+            self.core.abort(known)
+        return known
+
+    def overrun(self, client: int) -> None:
+        for request_id in self.abort_all(client):
+            self.fail(
+                client,
+                request_id,
+                None,
+                message="the front end did not take its outputs, and more than the limit gathered",
+                kind="SlowConsumer",
+            )
+
+    def fail(
+        self,
+        client: int,
+        request_id: str,
+        error: BaseException | None,
+        text: str = "",
+        *,
+        message: str = "",
+        kind: str = "",
+    ) -> None:
+        batch = Batch()
+        batch.failures.append(
+            Failure(request_id, kind or type(error).__name__, message or str(error), text)
+        )
+        self.outbox.put(client, batch)
+
+    def call(self, client: int, call: Call) -> None:
+        batch = Batch()
+        try:
+            method = utility(self.core, call.method)
+            args, kwargs = call.arguments.result
+            result = Result(call.call_id, UtilityResult(method(*args, **kwargs)))
+        except Exception as error:
+            failure = Failure("", type(error).__name__, str(error), traceback.format_exc())
+            result = Result(call.call_id, None, failure)
+        batch.results.append(result)
+        self.outbox.put(client, batch)
+
+    # -- loads and waves ---------------------------------------------------------------------------
+
+    def publish_load(self, working: bool) -> None:
+        """Tell the coordinator what has changed."""
+        if not self.coordinated:
+            return
+        load = self.core.load()
+        waiting, running = (0, len(self.active)) if load is None else load
+        busy = working or bool(self.active)
+        if self.last_load != (waiting, running, self.wave, busy):
+            self.last_load = (waiting, running, self.wave, busy)
+            self.outbox.report(Report(self.index, waiting, running, self.wave, busy))
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether waves matter here: without a coordinator nobody would end one."""
+        return self.core.lockstep and self.coordinated
+
+    def begin_stepping(self) -> None:
+        """This engine begins a wave: the coordinator has the others join it."""
+        self.stepping = True
+        self.last_load = None
+        self.outbox.report(Report(self.index, 0, len(self.active) + 1, self.wave, True, start=True))
+
+    def start_wave(self, wave: int) -> None:
+        """A front end begins a wave: it has sent a request to another engine while all rested."""
+        if self.lockstep and not self.stepping and wave >= self.wave:
+            self.wave = wave
+            self.begin_stepping()
+
+    def take_wave(self, wave: Wave) -> None:
+        """The coordinator says that a wave begins, or is over."""
+        if not self.lockstep or wave.wave < self.wave:
+            return
+        self.last_load = None
+        if wave.begins:
+            self.wave = wave.wave
+            self.stepping = True
+        else:
+            self.wave = wave.wave + 1
+            self.stepping = False
+            if self.active:  # a request came while the wave was being ended
+                self.begin_stepping()
