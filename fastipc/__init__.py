@@ -27,6 +27,7 @@ from .errors import (
     NotReady,
     PeerDied,
     RemoteError,
+    ReplyTimeout,
     SharedMemoryFull,
     WorkerDied,
 )
@@ -48,6 +49,7 @@ __all__ = [
     "NotReady",
     "PeerDied",
     "RemoteError",
+    "ReplyTimeout",
     "SharedMemoryFull",
     "ShmRingBuffer",
     "WorkerDied",

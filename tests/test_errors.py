@@ -22,12 +22,14 @@ from fastipc import (
     NotReady,
     PeerDied,
     RemoteError,
+    ReplyTimeout,
     SharedMemoryFull,
     WorkerDied,
 )
 
 KINDS = [IPCError, Empty, Full, NotReady, Closed, PeerDied, SharedMemoryFull, HandleMismatch,
-         DecodeError, ChildDied, WorkerDied, RemoteError]  # fmt: skip
+         DecodeError, ChildDied, WorkerDied, RemoteError,
+         ReplyTimeout]  # fmt: skip
 EXAMPLES = [
     IPCError("text"),
     Empty("text"),
@@ -40,6 +42,7 @@ EXAMPLES = [
     HandleMismatch("text"),
     ChildDied("text", None, 12, "a-host", 3),
     WorkerDied("text", 1, 12, "a-host", -9),
+    ReplyTimeout("text", (1,)),
     RemoteError("there.Error", "text", "Traceback ..."),
     DecodeError("text"),
     *(kind() for kind in KINDS),
@@ -62,6 +65,7 @@ ATTRIBUTES = ("rank", "pid", "host", "missing", "needed", "available", "errno",
         (ChildDied, (PeerDied, ConnectionError)),
         (WorkerDied, (ChildDied,)),
         (RemoteError, (RuntimeError,)),
+        (ReplyTimeout, (TimeoutError,)),
     ],
 )
 def test_what_else_they_are(kind, others):
@@ -103,7 +107,7 @@ def test_they_arrive_from_a_process_pool():
     """concurrent.futures and multiprocessing send them as pickles, with a cause attached."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        for example in EXAMPLES[:13]:
+        for example in EXAMPLES[:14]:
             with pytest.raises(type(example)) as caught:
                 pool.submit(_raise, example).result()
             assert str(caught.value) == str(example)
