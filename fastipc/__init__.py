@@ -6,6 +6,7 @@ or dead, and leaves nothing behind.
 """
 
 import logging as _logging
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 try:
     from . import _core as _core
@@ -28,6 +29,7 @@ from .errors import (
     NotReady,
     PeerDied,
     RemoteError,
+    ReplyTimeout,
     RequestFailed,
     SharedMemoryFull,
     SlowConsumer,
@@ -36,6 +38,13 @@ from .errors import (
 )
 from .handle import Handle
 from .queue import MessageQueue, ShmRingBuffer, wait
+
+if _TYPE_CHECKING:
+    from .engine import AsyncEngineClient as AsyncEngineClient
+    from .engine import EngineClient as EngineClient
+    from .engine import EngineCore as EngineCore
+    from .executor import MultiprocExecutor as MultiprocExecutor
+    from .executor import Worker as Worker
 
 __version__ = "0.1.0"
 
@@ -54,12 +63,33 @@ __all__ = [
     "PeerDied",
     "RemoteError",
     "RequestFailed",
+    "ReplyTimeout",
     "SharedMemoryFull",
+    "ShmRingBuffer",
     "SlowConsumer",
     "TooManyRequests",
-    "ShmRingBuffer",
     "WorkerDied",
     "wait",
 ]
+
+_LAZY = {
+    "AsyncEngineClient": "engine",
+    "EngineClient": "engine",
+    "EngineCore": "engine",
+    "MultiprocExecutor": "executor",
+    "Worker": "executor",
+}
+
+
+def __getattr__(name: str) -> object:
+    """The classes of the loops, whose modules are imported when they are first asked for."""
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    value: object = getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+    globals()[name] = value
+    return value
+
 
 _logging.getLogger("fastipc").addHandler(_logging.NullHandler())

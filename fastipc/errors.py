@@ -23,6 +23,7 @@ __all__ = [
     "PeerDied",
     "RemoteError",
     "RequestFailed",
+    "ReplyTimeout",
     "SharedMemoryFull",
     "SlowConsumer",
     "TooManyRequests",
@@ -111,6 +112,22 @@ class ChildDied(PeerDied):
 
 class WorkerDied(ChildDied):
     """A worker of an executor ended: calls that wait for it fail, and so do later ones."""
+
+
+class ReplyTimeout(IPCError, TimeoutError):
+    """Workers had not replied to a call within its timeout. A reply that comes later is dropped;
+    the next call works.
+
+    Attributes:
+        missing: the ranks that had not.
+    """
+
+    def __init__(self, message: str = "", missing: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (str(self), self.missing)
 
 
 class RemoteError(IPCError, RuntimeError):

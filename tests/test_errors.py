@@ -23,6 +23,7 @@ from fastipc import (
     NotReady,
     PeerDied,
     RemoteError,
+    ReplyTimeout,
     RequestFailed,
     SharedMemoryFull,
     SlowConsumer,
@@ -32,7 +33,7 @@ from fastipc import (
 
 KINDS = [IPCError, Empty, Full, NotReady, Closed, PeerDied, SharedMemoryFull, HandleMismatch,
          DecodeError, ChildDied, WorkerDied, RemoteError, EngineDeadError,
-         RequestFailed, SlowConsumer, TooManyRequests]  # fmt: skip
+         RequestFailed, SlowConsumer, TooManyRequests, ReplyTimeout]  # fmt: skip
 EXAMPLES = [
     IPCError("text"),
     Empty("text"),
@@ -45,6 +46,7 @@ EXAMPLES = [
     HandleMismatch("text"),
     ChildDied("text", None, 12, "a-host", 3),
     WorkerDied("text", 1, 12, "a-host", -9),
+    ReplyTimeout("text", (1,)),
     RemoteError("there.Error", "text", "Traceback ..."),
     DecodeError("text"),
     EngineDeadError("text", 3, -9),
@@ -72,6 +74,7 @@ ATTRIBUTES = ("rank", "pid", "host", "missing", "needed", "available", "errno",
         (ChildDied, (PeerDied, ConnectionError)),
         (WorkerDied, (ChildDied,)),
         (RemoteError, (RuntimeError,)),
+        (ReplyTimeout, (TimeoutError,)),
     ],
 )
 def test_what_else_they_are(kind, others):
@@ -113,7 +116,7 @@ def test_they_arrive_from_a_process_pool():
     """concurrent.futures and multiprocessing send them as pickles, with a cause attached."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        for example in EXAMPLES[:13]:
+        for example in EXAMPLES[:14]:
             with pytest.raises(type(example)) as caught:
                 pool.submit(_raise, example).result()
             assert str(caught.value) == str(example)
