@@ -147,7 +147,16 @@ class Intake(threading.Thread):
     def context(self) -> zmq.Context[Any]:
         return self._ctx
 
-    def _socket(self, path: str, kind: int, key: str, **options: Any) -> Any:
+    def _socket(
+        self,
+        path: str,
+        kind: int,
+        key: str,
+        watch: Callable[[Any], None] | None = None,
+        **options: Any,
+    ) -> Any:
+        """A connected socket. `watch` is called before it connects: what happens at once is not
+        to be missed."""
         configure = as_curve_client(key)
 
         def prepare(socket: Any) -> None:
@@ -157,6 +166,8 @@ class Intake(threading.Thread):
                 keep_alive(socket)
             if configure is not None:
                 configure(socket)
+            if watch is not None:
+                watch(socket)
 
         return make_zmq_socket(self._ctx, path, kind, False, configure=prepare, **options)
 
@@ -215,13 +226,21 @@ class Intake(threading.Thread):
             self._forget(old.requests)
         peer = _Peer(where)
         peer.epoch = 0 if old is None else old.epoch
-        outputs = self._socket(where.outputs, zmq.PUSH, where.key, linger=1000)
-        self._outbox.connect(where.index, outputs)
-        self._watch(peer, outputs, self._outputs_event)
-        peer.requests = self._socket(
-            where.requests, zmq.DEALER, where.key, identity=identity(self._engine)
+        outputs = self._socket(
+            where.outputs,
+            zmq.PUSH,
+            where.key,
+            lambda socket: self._watch(peer, socket, self._outputs_event),
+            linger=1000,
         )
-        self._watch(peer, peer.requests, self._requests_event)
+        self._outbox.connect(where.index, outputs)
+        peer.requests = self._socket(
+            where.requests,
+            zmq.DEALER,
+            where.key,
+            lambda socket: self._watch(peer, socket, self._requests_event),
+            identity=identity(self._engine),
+        )
         self._listen(peer.requests, lambda: self._from_front_end(peer))
         self._peers[where.index] = peer
 

@@ -93,6 +93,7 @@ class _Engine:
         self.wave = 0
         self.stepping = False
         self.coordinated = False
+        self.lockstep = False
         self.last_load: tuple[int, int, int, bool] | None = None
         self.next_report = 0.0
         self.histograms = {name: Histogram() for name in ("step", "engine_queue")}
@@ -144,11 +145,12 @@ class _Engine:
             try:
                 self.core.close()
             finally:
+                # The input thread first: it hands sockets to the other one.
+                self.intake.stop()
                 self.outbox.dead(reason)
                 self.outbox.stop(linger_ms=1000)
                 self.outbox.join()
-                self.intake.stop()
-                self.intake.context.term()
+                self.intake.context.destroy(linger=1000)
                 gc.unfreeze()
 
     def loop(self) -> None:
@@ -249,6 +251,8 @@ class _Engine:
             self.fail(client, request_id, error, "".join(traceback.format_exception(error)))
         elif what == "joined":
             self.coordinated = True
+            # Without a coordinator nobody would end a wave.
+            self.lockstep = self.core.lockstep
             self.last_load = None
         elif what == "stop":
             self.stopping = True
@@ -365,11 +369,6 @@ class _Engine:
         if self.last_load != (waiting, running, self.wave, busy):
             self.last_load = (waiting, running, self.wave, busy)
             self.outbox.report(Report(self.index, waiting, running, self.wave, busy))
-
-    @property
-    def lockstep(self) -> bool:
-        """Whether waves matter here: without a coordinator nobody would end one."""
-        return self.core.lockstep and self.coordinated
 
     def begin_stepping(self) -> None:
         """This engine begins a wave: the coordinator has the others join it."""
