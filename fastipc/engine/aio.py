@@ -196,17 +196,14 @@ class AsyncEngineClient:
             self._on_tick()
             self._pump()
             await self.wait_until_ready(self._timeout)
-        except EngineDeadError:
-            if self._group is not None:
-                # An exception in a core's __init__ is more to the point.
-                with contextlib.suppress(NotReady):
-                    await asyncio.to_thread(self._group.wait_until_ready, 0.0)
-            raise
-        except BaseException:
-            await self.close()
-            raise
-        finally:
-            if self._opened is None or self._opened.closed is not None:
+        except BaseException as error:
+            try:
+                if isinstance(error, EngineDeadError) and self._group is not None:
+                    # An exception in a core's __init__ is more to the point.
+                    with contextlib.suppress(NotReady):
+                        await asyncio.to_thread(self._group.wait_until_ready, 0.0)
+                raise
+            finally:
                 await self.close()
 
     async def close(self) -> None:

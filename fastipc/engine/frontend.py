@@ -288,7 +288,7 @@ class FrontEndCore:
         if self.closed is not None:
             if isinstance(self.closed, EngineDeadError):
                 raise EngineDeadError(str(self.closed), self.closed.engine, self.closed.exitcode)
-            raise Closed(str(self.closed))
+            raise type(self.closed)(str(self.closed))
 
     # -- being ready -------------------------------------------------------------------------------
 

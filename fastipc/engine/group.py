@@ -27,7 +27,7 @@ from ..sockets import get_open_zmq_ipc_path, make_zmq_socket, remove_orphaned_di
 from .coordinator import endpoint_of_any_port, run_coordinator
 from .core import EngineCore, check_core_class
 from .intake import keep_alive
-from .process import WINDOW_BYTES, run_engine
+from .process import WINDOW_BYTES, orphaned, run_engine
 from .protocol import (
     PROTOCOL,
     ClientSpec,
@@ -55,24 +55,34 @@ def _engine_main(
     core_class: type[EngineCore], config: Any, index: int, control: str, key: str, window: int
 ) -> None:
     """The main function of an engine's process."""
-    try:
-        run_engine(
-            core_class,
-            config,
-            index=index,
-            control=control,
-            control_key=key,
-            ready=children.ready,
-            window=window,
-        )
-    finally:
-        # Should all have been killed but this one: what they left goes with it.
-        remove_orphaned_directories()
+    children.on_parent_death(_parent_died)
+    run_engine(
+        core_class,
+        config,
+        index=index,
+        control=control,
+        control_key=key,
+        ready=children.ready,
+        window=window,
+    )
 
 
 def _coordinator_main(control: str, key: str, host: str) -> None:
+    children.on_parent_death(_parent_died)
     run_coordinator(control, key, host, children.ready)
-    remove_orphaned_directories()
+
+
+def _parent_died() -> None:
+    orphaned.set()
+    threading.Thread(target=_sweep, name="fastipc-sweep", daemon=True).start()
+
+
+def _sweep() -> None:
+    """Whoever launched this process was killed: what it left goes with those that end now. They
+    have half a second, and the kernel closes what the dead had open one after the other."""
+    for _ in range(10):
+        remove_orphaned_directories()
+        time.sleep(0.04)
 
 
 def _name_of(struct: type) -> str:
@@ -134,6 +144,7 @@ class EngineGroup:
         self._external = set(range(engines - external, engines))
         self._restarts: dict[int, list[float]] = {}
         self._exits: dict[int, Exited] = {}
+        self._heard: set[int] = set()
         self._closing = False
         self._closed = False
         self._pid = os.getpid()
@@ -263,6 +274,9 @@ class EngineGroup:
             self._monitor.stop()
         for child in self._all_children():
             child.expected = True
+        for child in self._children.values():
+            if child.pid not in self._heard:  # still making its core: it hears signals only
+                child.terminate()
         if self._thread.ident is not None:
             self._tell(("end", None))
         else:
@@ -367,6 +381,7 @@ class EngineGroup:
         engines: dict[bytes, int] = {}
         front_ends: dict[int, tuple[bytes, FrontEnd]] = {}
         others: set[bytes] = set()
+        ending = False
         poller = zmq.Poller()
         poller.register(self._control, zmq.POLLIN)
         poller.register(self._words.fd, zmq.POLLIN)
@@ -397,7 +412,8 @@ class EngineGroup:
                 send(who, Welcome([], [], None, refused=text))
             elif hello.engine is not None:
                 engines[who] = hello.engine
-                send(who, welcome())
+                self._heard.add(hello.pid)
+                send(who, Ended() if ending else welcome())
             elif hello.front_end is not None:
                 index = hello.front_end.index
                 if not 0 <= index < len(self.clients):
@@ -415,6 +431,8 @@ class EngineGroup:
                     send(engine, welcome())
             else:
                 others.add(who)
+                if ending:
+                    send(who, Ended())
 
         while True:
             ready = dict(poller.poll())
@@ -423,6 +441,7 @@ class EngineGroup:
                     if what == "stop":
                         return
                     if what == "end":
+                        ending = True
                         send_all(Ended())
                     elif what == "coordinator":
                         for to in [*engines, *(who for who, _ in front_ends.values())]:

@@ -23,6 +23,15 @@ from .protocol import ENGINE_CORE_DEAD, MESSAGE_COST, Dead, Failure, Outputs, Re
 logger = logging.getLogger("fastipc")
 
 
+_UNSENT_BATCHES = 64
+"""Steps that the core may be ahead of the output thread: enough that neither waits for the other
+in turn, and few enough that outputs which nobody takes are noticed in time."""
+
+_PAUSED_FACTOR = 4
+"""A core that has paused a front end's requests may have made this many windows of outputs in the
+steps before it heard of it."""
+
+
 class Batch:
     """What a step made for one front end."""
 
@@ -64,6 +73,7 @@ class _Peer:
         self.backlog: deque[tuple[list[Any], int, int]] = deque()  # (frames, number, bytes)
         self.backlog_bytes = 0
         self.overrun = False
+        self.paused = False
 
 
 class Outbox(threading.Thread):
@@ -83,15 +93,22 @@ class Outbox(threading.Thread):
         self._encoder = MsgpackEncoder()
         self._buffers = BufferPool()
         self._reports: Any = None
+        self._room = threading.Semaphore(_UNSENT_BATCHES)
         self.failed: BaseException | None = None
 
     # -- calls from other threads ------------------------------------------------------------------
 
     def put(self, client: int, batch: Batch) -> None:
+        """Waits while this thread is behind: it never waits itself, so that is soon over."""
+        self._room.acquire()
         self._inbox.put(("batch", client, batch))
 
     def credit(self, client: int, epoch: int, number: int) -> None:
         self._inbox.put(("credit", client, (epoch, number)))
+
+    def paused(self, client: int) -> None:
+        """The core makes no outputs for this front end any more, but those that it had made."""
+        self._inbox.put(("paused", client, None))
 
     def connect(self, client: int, socket: Any) -> None:
         """Hand over the PUSH socket to a front end; the one before it is closed here."""
@@ -125,6 +142,7 @@ class Outbox(threading.Thread):
                 batches: dict[int, Batch] = {}
                 while True:
                     if what == "batch":
+                        self._room.release()
                         if client in batches:
                             batches[client].add(item)
                         else:
@@ -147,6 +165,7 @@ class Outbox(threading.Thread):
             self.failed = error
             logger.exception("the engine's output thread failed")
             self._tell("failed", 0)
+            self._room.release(1 << 30)  # nobody is to wait for this thread any more
 
     def _handle(self, what: str, client: int, item: Any) -> None:
         if what == "credit":
@@ -158,6 +177,9 @@ class Outbox(threading.Thread):
             if old is not None:
                 old.socket.close(linger=0)
             self._peers[client] = _Peer(item)
+        elif what == "paused":
+            if client in self._peers:
+                self._peers[client].paused = True
         elif what == "epoch":
             if client in self._peers:
                 self._peers[client].start(item)
@@ -212,7 +234,8 @@ class Outbox(threading.Thread):
             self._tell("stall", client)
         peer.backlog.append((frames, peer.number, size))
         peer.backlog_bytes += size
-        if peer.backlog_bytes > self._window and not peer.overrun:
+        limit = self._window * (_PAUSED_FACTOR if peer.paused else 1)
+        if peer.backlog_bytes > limit and not peer.overrun:
             peer.overrun = True
             self._tell("overrun", client)
 
@@ -232,7 +255,7 @@ class Outbox(threading.Thread):
             peer.backlog_bytes -= size
             self._transmit(peer, frames, at, size)
         if not peer.backlog:
-            peer.overrun = False
+            peer.overrun = peer.paused = False
             self._tell("resume", client)
 
     def _send(self, socket: Any, frames: list[Any]) -> PendingSend:

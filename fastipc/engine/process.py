@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import threading
 import time
 import traceback
 from queue import Empty, SimpleQueue
@@ -32,6 +33,13 @@ REPORT_SECONDS = 1.0
 _SWITCH_SECONDS = 0.0005
 """For how long a thread of the engine may keep the others from the interpreter: the default of 5 ms
 is what a request would wait for a step that computes in Python."""
+
+
+LINGER_MS = 1000
+"""For how long an engine that ends waits for front ends to take its last outputs."""
+
+orphaned = threading.Event()
+"""Whether the process that launched this engine has ended."""
 
 
 class _Active:
@@ -148,9 +156,12 @@ class _Engine:
                 # The input thread first: it hands sockets to the other one.
                 self.intake.stop()
                 self.outbox.dead(reason)
-                self.outbox.stop(linger_ms=1000)
+                # What front ends have not got yet. Who launched this engine and ended is most
+                # likely the one that won't come for it.
+                linger = 0 if orphaned.is_set() else LINGER_MS
+                self.outbox.stop(linger)
                 self.outbox.join()
-                self.intake.context.destroy(linger=1000)
+                self.intake.context.destroy(linger=linger)
                 gc.unfreeze()
 
     def loop(self) -> None:
@@ -241,7 +252,8 @@ class _Engine:
                 self.index,
                 client,
             )
-            self.core.pause(self.of_client(client))
+            if self.core.pause(self.of_client(client)):
+                self.outbox.paused(client)
         elif what == "resume":
             self.core.resume(self.of_client(client))
         elif what == "overrun":

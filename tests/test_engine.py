@@ -1,0 +1,870 @@
+"""Engines and their front ends: requests, outputs, calls, limits, and what happens to the dead."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import zmq
+from engine_cores import CountingCore, OddOutputCore, Output, Request
+from support import NIGHTLY, eventually, forever
+
+import fastipc
+from fastipc import EngineDeadError, RequestFailed, SlowConsumer, TooManyRequests, sockets
+from fastipc.engine import AsyncEngineClient, ClientSpec, EngineClient, EngineCore, launch, protocol
+from fastipc.engine.core import check_core_class
+
+METHODS = ["fork", "spawn", "forkserver"]
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_socket_directory_is_left():
+    """The directory of this process's ipc sockets goes when it ends: here with the module."""
+    sockets.get_open_zmq_ipc_path()
+    yield
+    sockets._directory.remove()
+
+
+@pytest.fixture(scope="module")
+def client(no_socket_directory_is_left):
+    """A client of one engine, for what leaves it as it was."""
+    with EngineClient.launch(CountingCore, timeout=60) as made:
+        yield made
+
+
+def running(pid):
+    """Whether there is such a process, and not merely its exit code."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def tokens(outputs):
+    return [output.token for output in outputs]
+
+
+# -- requests and outputs --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_outputs_come_in_order_and_end(method):
+    with EngineClient.launch(CountingCore, start_method=method, timeout=60) as client:
+        assert tokens(client.generate(Request("a", 5))) == [1, 2, 3, 4, 5]
+        assert client.engines[0].info == {"index": 0, "limit": 17}
+        assert client.engines[0].pid == client.group.processes[0].pid
+
+
+def test_the_first_word_of_the_request_is_its_identity_and_type(client):
+    assert [protocol.identity(i) for i in (0, 1, 256)] == [b"\0\0", b"\1\0", b"\0\1"]
+    assert (protocol.ADD, protocol.ABORT, protocol.START_DP_WAVE, protocol.UTILITY) == (
+        b"\0",
+        b"\1",
+        b"\2",
+        b"\3",
+    )
+
+
+def test_arrays_travel_as_frames_of_their_own(client):
+    image = np.arange(1 << 20, dtype=np.uint8)
+    outputs = list(client.generate(Request("image", 2, image)))
+    assert tokens(outputs) == [int(image.sum()) + 1, int(image.sum()) + 2]
+
+
+def test_a_copied_array_may_be_changed_at_once(client):
+    for i in range(20):
+        image = np.full(1 << 21, i, np.uint8)
+        stream = client.add_request(Request(f"copied{i}", 1, image))
+        image[:] = 255
+        assert stream.sent is None
+        assert tokens(stream) == [i * (1 << 21) + 1]
+
+
+def test_a_borrowed_array_may_be_changed_when_it_has_been_sent(client):
+    image = np.full(8 << 20, 3, np.uint8)
+    stream = client.add_request(Request("borrowed", 1, image), copy=False)
+    stream.sent.wait(30)
+    assert stream.sent.done
+    image[:] = 255
+    assert tokens(stream) == [3 * (8 << 20) + 1]
+
+
+def test_many_requests_from_many_threads(client):
+    failures = []
+
+    def work(thread):
+        try:
+            for i in range(50):
+                count = 1 + (thread + i) % 7
+                got = tokens(client.generate(Request(f"{thread}-{i}", count)))
+                assert got == list(range(1, count + 1))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(t,)) for t in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    eventually(lambda: client.stats()["in_flight"] == 0)
+
+
+def test_get_says_when_nothing_came_and_when_there_is_no_more():
+    with EngineClient.launch(CountingCore, {"step_seconds": 0.2}, timeout=60) as client:
+        stream = client.add_request(Request("slow", 2))
+        with pytest.raises(fastipc.Empty, match="'slow' within 0 s"):
+            stream.get(timeout=0)
+        assert tokens(stream) == [1, 2]
+        with pytest.raises(fastipc.Closed, match="no more outputs"):
+            stream.get()
+        assert list(stream) == []
+
+
+def test_an_id_is_under_way_once(client):
+    stream = client.add_request(Request("twice", 10_000_000))
+    with pytest.raises(ValueError, match="'twice' is under way already"):
+        client.add_request(Request("twice", 1))
+    stream.abort()
+    for _ in stream:
+        pass
+    eventually(lambda: client.stats()["in_flight"] == 0)
+    assert tokens(client.generate(Request("twice", 1))) == [1]
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "words"),
+    [
+        (Output("x", 1, True), TypeError, "a request is a Request, not Output"),
+        (Request(""), TypeError, "not empty"),
+        (Request(7), TypeError, "request_id must be a text"),
+        ("x", TypeError, "not str"),
+    ],
+)
+def test_what_is_no_request_is_refused_before_it_is_sent(client, request_, error, words):
+    with pytest.raises(error, match=words):
+        client.add_request(request_)
+    assert client.stats()["in_flight"] == 0
+
+
+def test_a_request_that_the_core_refuses_fails_alone(client):
+    other = client.add_request(Request("good", 200))
+    with pytest.raises(RequestFailed, match="tokens=-3 is not a count") as caught:
+        list(client.generate(Request("bad", -3)))
+    assert caught.value.request_id == "bad"
+    assert caught.value.kind == "ValueError"
+    assert "in add_request" in caught.value.__cause__.traceback
+    assert len(tokens(other)) == 200
+
+
+def test_a_request_of_another_type_fails_with_its_reason(client):
+    """The front end's type is not what the engine decodes."""
+
+    class Odd(msgspec.Struct):
+        request_id: str
+        tokens: str = "many"
+
+    client._core.request_type, before = Odd, client._core.request_type
+    try:
+        stream = client.add_request(Odd("odd"))
+    finally:
+        client._core.request_type = before
+    with pytest.raises(RequestFailed, match=r"Expected `int`"):
+        list(stream)
+
+
+def test_an_output_that_cannot_be_encoded_fails_its_request_alone():
+    with EngineClient.launch(OddOutputCore, timeout=60) as client:
+        odd = client.add_request(Request("odd", 3))
+        good = client.add_request(Request("good", 3))
+        with pytest.raises(RequestFailed, match="can't be encoded"):
+            list(odd)
+        assert tokens(good) == [1, 2, 3]
+
+
+def test_an_abort_ends_the_stream_and_empties_the_tables(client):
+    streams = [client.add_request(Request(f"endless{i}", 1 << 40)) for i in range(20)]
+    for stream in streams:
+        stream.get(30)
+    client.abort(*[stream.request_id for stream in streams])
+    client.abort(*[stream.request_id for stream in streams], "never heard of")
+    for stream in streams:
+        for _ in stream:
+            pass
+    eventually(lambda: client.stats()["in_flight"] == 0)
+    assert client.call("state")["live"] == []
+
+
+def test_leaving_the_loop_aborts(client):
+    for output in client.generate(Request("left", 1 << 40)):
+        if output.token == 3:
+            break
+    eventually(lambda: client.stats()["in_flight"] == 0)
+    assert client.call("state")["live"] == []
+    with client.add_request(Request("with", 1 << 40)) as stream:
+        stream.get(30)
+    eventually(lambda: client.stats()["in_flight"] == 0)
+
+
+def test_a_request_sent_again_is_ignored_and_an_abort_may_come_twice(client):
+    """What a front end that isn't sure would do, on the wire."""
+    before = client.call("state")
+    stream = client.add_request(Request("again", 3_000_000))
+    core = client._core
+    with client._lock:
+        frames = core._encoder.encode(protocol.Request(0, Request("again", 3_000_000)))
+        core._send(core.engines[0], protocol.ADD, frames)
+    stream.get(30)
+    aborts = msgspec.msgpack.encode(protocol.Aborts(["again", "again", "other"]))
+    with client._lock:
+        for _ in range(2):
+            core._send(core.engines[0], protocol.ABORT, [aborts])
+    stream.abort()
+    eventually(lambda: client.stats()["in_flight"] == 0)
+    after = client.call("state")
+    assert after["added"] == before["added"] + 1
+    assert after["aborted"] == before["aborted"] + 1
+    assert after["live"] == []
+
+
+# -- utility calls ---------------------------------------------------------------------------------
+
+
+def test_calls_return_what_the_method_does(client):
+    assert client.call("add", 2, b=3) == 5
+    assert client.call("add", np.ones(3), 2.0).tolist() == [3.0, 3.0, 3.0]
+    big = np.arange(1 << 20)
+    assert (client.call("add", big, 1) == big + 1).all()
+
+
+def test_a_call_that_raises_brings_the_traceback(client):
+    with pytest.raises(RequestFailed, match="KeyError: 'the reason'") as caught:
+        client.call("fail", "the reason")
+    assert "in fail" in caught.value.__cause__.traceback
+    with pytest.raises(RequestFailed, match="no utility method 'step'") as caught:
+        client.call("step")
+    assert "state" in str(caught.value)
+    with pytest.raises(RequestFailed, match="no utility method '__init__'"):
+        client.call("__init__")
+    with pytest.raises(RequestFailed, match="result can't be encoded"):
+        client.call("unsendable")
+    assert client.call("add", 1) == 2
+
+
+def test_a_call_has_a_timeout(client):
+    with pytest.raises(fastipc.Empty, match=r"nap\(\) of engine 0 has not returned within 0 s"):
+        client.call("nap", 0.3, timeout=0)
+    assert client.call("add", 1) == 2
+
+
+# -- limits ----------------------------------------------------------------------------------------
+
+
+def test_too_many_requests_are_refused_and_nothing_is_lost():
+    with EngineClient.launch(
+        CountingCore, {"step_seconds": 0.01}, max_in_flight=3, timeout=60
+    ) as client:
+        streams = [client.add_request(Request(str(i), 5)) for i in range(3)]
+        with pytest.raises(TooManyRequests, match="3 requests are under way") as caught:
+            client.add_request(Request("more", 1))
+        assert (caught.value.in_flight, caught.value.limit) == (3, 3)
+        for stream in streams:
+            assert tokens(stream) == [1, 2, 3, 4, 5]
+        assert tokens(client.generate(Request("more", 1))) == [1]
+
+
+def test_too_many_bytes_are_refused():
+    with launch(CountingCore, {"step_seconds": 0.05}) as group:
+        spec = group.clients[0]
+        with EngineClient(spec, timeout=60, max_in_flight_bytes=1 << 20) as client:
+            big = np.zeros(900_000, np.uint8)
+            stream = client.add_request(Request("big", 10, big))
+            with pytest.raises(TooManyRequests, match="would pass the limit of 1048576"):
+                client.add_request(Request("second", 1, big))
+            assert len(tokens(stream)) == 10
+            assert tokens(client.generate(Request("second", 1, big))) == [1]
+
+
+def test_outputs_that_nobody_takes_abort_their_request_alone():
+    with launch(CountingCore) as group:
+        with EngineClient(group.clients[0], timeout=60, max_buffered=1000) as client:
+            lazy = client.add_request(Request("lazy", 1 << 40))
+            eventually(lambda: client.stats()["failed"] == 1)
+            assert tokens(client.generate(Request("other", 3))) == [1, 2, 3]
+            got = []
+            with pytest.raises(SlowConsumer, match="'lazy'"):
+                got.extend(output.token for output in lazy)
+            assert got == list(range(1, len(got) + 1))
+            assert len(got) >= 1000
+            assert client.call("state")["live"] == []
+
+
+@pytest.mark.parametrize("pausable", [True, False])
+def test_a_stopped_front_end_costs_the_engine_a_bounded_amount(start_child, pausable):
+    """The front end is a process that is stopped while a request of its makes 64 KiB a step."""
+    options = {"reply_bytes": 1 << 16, "pausable": pausable}
+    window = 2 << 20
+    with launch(CountingCore, options, clients=2, window=window) as group:
+        child = start_child(
+            """
+            import sys
+            from engine_cores import Request
+            from fastipc.engine import EngineClient
+
+            with EngineClient(sys.argv[1], timeout=60) as client:
+                stream = client.add_request(Request("endless", 1 << 40))
+                for output in stream:
+                    if output.token == 10:
+                        print("reading", flush=True)
+                    assert (output.array == output.token % 251).all()
+                    if output.token == 20_000:
+                        break
+            """,
+            group.clients[1].to_str(),
+            env={"PYTHONPATH": os.path.dirname(__file__)},
+        )
+        with EngineClient(group.clients[0], timeout=60) as client:
+            child.wait_for("reading")
+            before = client.call("rss")
+            child.send_signal(signal.SIGSTOP)
+            try:
+                if pausable:
+                    # It stops making outputs for this front end: steps stand still.
+                    eventually(
+                        lambda: client.call("state")["steps"] == client.call("state")["steps"]
+                    )
+                else:
+                    eventually(lambda: client.call("state")["live"] == [], pause=0.05)
+                assert client.call("rss") - before < 16 * window
+                # The others go on.
+                assert len(tokens(client.generate(Request("other", 100)))) == 100
+            finally:
+                child.send_signal(signal.SIGCONT)
+            if pausable:
+                assert child.wait() == 0, child.stderr
+            else:
+                assert child.wait() != 0
+                assert "did not take its outputs" in child.stderr
+            eventually(lambda: client.call("state")["live"] == [])
+
+
+# -- deaths ----------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_is_killed_fails_what_it_had():
+    with EngineClient.launch(CountingCore, timeout=60) as client:
+        stream = client.add_request(Request("endless", 1 << 40))
+        stream.get(30)
+        pid = client.group.processes[0].pid
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=rf"engine 0 \(pid {pid} .*SIGKILL") as caught:
+            for _ in stream:
+                pass
+        assert (caught.value.engine, caught.value.exitcode) == (0, -signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            client.add_request(Request("next"))
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            client.call("state")
+        assert client.stats()["in_flight"] == 0
+
+
+def test_a_call_under_way_fails_with_the_engine():
+    with EngineClient.launch(CountingCore, timeout=60) as client:
+        with pytest.raises(EngineDeadError, match="exited with code 5") as caught:
+            client.call("exit", 5)
+        assert caught.value.exitcode == 5
+
+
+def test_a_step_that_raises_ends_the_engine_with_its_traceback():
+    with EngineClient.launch(CountingCore, {"fail_step_at": 3}, timeout=60) as client:
+        stream = client.add_request(Request("a", 10))
+        with pytest.raises(EngineDeadError, match="the step went wrong") as caught:
+            list(stream)
+        assert "exited with code 1" in str(caught.value)
+        assert caught.value.exitcode == 1
+        assert "in step" in str(caught.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_core_that_cannot_be_made_is_reported_at_once(method):
+    with pytest.raises(LookupError, match="the model is not there"):
+        EngineClient.launch(CountingCore, {"fail_init": 0}, start_method=method, timeout=60)
+
+
+def test_engines_still_missing_at_the_timeout_are_named():
+    with launch(CountingCore, {"start_seconds": 30}, engines=2) as group:
+        with pytest.raises(fastipc.NotReady, match="of 2 engines 0, 1 were not ready") as caught:
+            EngineClient(group.clients[0], timeout=0.5)
+        assert caught.value.missing == (0, 1)
+        group.shutdown(timeout=0)
+
+
+def test_a_spec_whose_group_is_gone_says_so():
+    with launch(CountingCore) as group:
+        spec = group.clients[0]
+    with pytest.raises(fastipc.NotReady, match="nobody answered"):
+        EngineClient(spec, timeout=0.3)
+
+
+def test_shutting_down_the_group_fails_what_is_under_way():
+    with launch(CountingCore) as group:
+        with EngineClient(group.clients[0], timeout=60) as client:
+            stream = client.add_request(Request("endless", 1 << 40))
+            stream.get(30)
+            group.shutdown()
+            with pytest.raises(EngineDeadError):
+                for _ in stream:
+                    pass
+
+
+def test_closing_the_client_ends_its_streams_and_frees_the_engine():
+    with launch(CountingCore, clients=2) as group:
+        with EngineClient(group.clients[0], timeout=60) as watcher:
+            client = EngineClient(group.clients[1], timeout=60)
+            stream = client.add_request(Request("endless", 1 << 40))
+            stream.get(30)
+            client.close()
+            client.close()
+            with pytest.raises(fastipc.Closed):
+                for _ in stream:
+                    pass
+            with pytest.raises(fastipc.Closed):
+                client.add_request(Request("x"))
+            eventually(lambda: watcher.call("state")["live"] == [])
+
+
+def test_a_front_end_that_is_killed_frees_the_engine_and_may_come_back(start_child):
+    source = """
+        import sys
+        from engine_cores import Request
+        from fastipc.engine import EngineClient
+
+        client = EngineClient(sys.argv[1], timeout=60)
+        for output in client.generate(Request("same id", int(sys.argv[2]))):
+            if output.token == 5:
+                print("reading", flush=True)
+        client.close()
+        print("done", flush=True)
+        """
+    env = {"PYTHONPATH": os.path.dirname(__file__)}
+    with launch(CountingCore, clients=2) as group:
+        with EngineClient(group.clients[0], timeout=60) as watcher:
+            word = group.clients[1].to_str()
+            for _ in range(3):
+                child = start_child(source, word, 1 << 40, env=env)
+                child.wait_for("reading")
+                child.send_signal(signal.SIGKILL)
+                child.wait()
+                eventually(lambda: watcher.call("state")["live"] == [])
+            start_child(source, word, 10, env=env).check()
+            assert tokens(watcher.generate(Request("same id", 2))) == [1, 2]
+
+
+def test_when_the_launcher_is_killed_everything_ends(start_child, tmp_path):
+    child = start_child(
+        """
+        import sys, time
+        from engine_cores import CountingCore, Request
+        from fastipc.engine import EngineClient
+
+        if __name__ == "__main__":
+            client = EngineClient.launch(CountingCore, engines=2, timeout=60)
+            streams = [client.add_request(Request(str(i), 1 << 40)) for i in range(4)]
+            for stream in streams:
+                stream.get(30)
+            print(*[c.pid for c in client.group.processes.values()], client.group.coordinator.pid,
+                  flush=True)
+            time.sleep(100)
+        """,
+        env={"PYTHONPATH": os.path.dirname(__file__), "FASTIPC_RPC_BASE_PATH": str(tmp_path)},
+    )
+    pids = [int(word) for word in child.wait_for(" ").split()]
+    assert len(pids) == 3
+    child.send_signal(signal.SIGKILL)
+    child.process.wait()
+    eventually(lambda: not any(map(running, pids)))
+    eventually(lambda: not list(tmp_path.glob("fastipc-*")))
+
+
+def test_an_engine_is_started_again_if_told_so():
+    with EngineClient.launch(CountingCore, restart=True, timeout=60) as client:
+        for _ in range(2):
+            stream = client.add_request(Request("a", 1 << 40))
+            stream.get(30)
+            pid = client.engines[0].pid
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError, match="SIGKILL"):
+                for _ in stream:
+                    pass
+            client.wait_until_ready(60)
+            assert client.engines[0].pid != pid
+            assert tokens(client.generate(Request("a", 3))) == [1, 2, 3]
+
+
+def test_an_engine_that_ends_again_and_again_is_given_up():
+    told = []
+    with EngineClient.launch(
+        CountingCore,
+        {"die_at": 1},
+        restart=True,
+        timeout=60,
+        on_failure=lambda index, how: told.append((index, how)),
+    ) as client:
+        for _ in range(6):
+            client.wait_until_ready(60)
+            with pytest.raises(EngineDeadError):
+                list(client.generate(Request("a", 1)))
+        eventually(lambda: len(told) == 6)
+        assert told[0] == (0, "exited with code 7")
+        with pytest.raises(EngineDeadError, match="exited with code 7"):
+            client.wait_until_ready(60)
+
+
+def test_a_stopped_engine_is_not_dead():
+    with EngineClient.launch(CountingCore, timeout=60) as client:
+        stream = client.add_request(Request("a", 1 << 40))
+        stream.get(30)
+        pid = client.engines[0].pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for _ in range(3):  # ticks
+                with pytest.raises(fastipc.Empty):
+                    forever(lambda: stream.get(timeout=1.0))
+            assert client.engines[0].alive
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        stream.get(30)
+
+
+# -- where things are ------------------------------------------------------------------------------
+
+
+def test_a_spec_is_small_and_hides_its_key():
+    spec = ClientSpec(client_index=1, control="tcp://10.0.0.1:1", control_key="secret", host="::1")
+    assert ClientSpec.from_str(spec.to_str()) == spec
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=ClientSpec) == spec
+    assert "secret" not in repr(spec)
+    with pytest.raises(fastipc.HandleMismatch, match="not a spec"):
+        ClientSpec.from_str("nonsense")
+
+
+def test_a_spec_of_another_version_is_refused():
+    spec = ClientSpec(client_index=0, control="ipc:///nowhere", protocol=99)
+    with pytest.raises(fastipc.HandleMismatch, match="version 99"):
+        EngineClient(spec, request_type=Request, output_type=Output)
+
+
+def test_there_are_as_many_front_ends_as_were_asked_for():
+    with launch(CountingCore) as group:
+        spec = msgspec.structs.replace(group.clients[0], client_index=5)
+        with pytest.raises(fastipc.HandleMismatch, match="no front end 5"):
+            EngineClient(spec, timeout=30)
+
+
+def test_types_that_cannot_be_imported_are_asked_for():
+    with launch(CountingCore) as group:
+        spec = msgspec.structs.replace(group.clients[0], output_type="no.such:Thing")
+        with pytest.raises(fastipc.HandleMismatch, match="pass request_type="):
+            EngineClient(spec, timeout=30)
+        with EngineClient(spec, request_type=Request, output_type=Output, timeout=60) as client:
+            assert tokens(client.generate(Request("a", 2))) == [1, 2]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("secure", [True, False])
+def test_tcp(host, secure, caplog):
+    with EngineClient.launch(
+        CountingCore, engines=2, host=host, secure=secure, timeout=60
+    ) as client:
+        assert client.group.clients[0].control.startswith("tcp://")
+        image = np.ones(1 << 20, np.uint8)
+        for i in range(10):
+            assert tokens(client.generate(Request(str(i), 2, image))) == [
+                image.size + 1,
+                image.size + 2,
+            ]
+        os.kill(client.engines[1].pid, signal.SIGKILL)
+        eventually(lambda: not client.engines[1].alive)
+        assert tokens(client.generate(Request("after", 2))) == [1, 2]
+    assert ("not encrypted" in caplog.text) == (not secure)
+
+
+def test_who_has_no_key_gets_nothing_and_injects_nothing():
+    with EngineClient.launch(CountingCore, host="127.0.0.1", timeout=60) as client:
+        ends = [client.group.clients[0].control]
+        ends += [s.getsockopt_string(zmq.LAST_ENDPOINT) for s in client._core.sockets]
+        ends = sorted({end for end in ends if end.startswith("tcp")})
+        assert len(ends) == 3
+        with zmq.Context() as ctx:
+            for end in ends:
+                for kind in (zmq.DEALER, zmq.PUSH):
+                    with ctx.socket(kind) as socket:
+                        socket.linger = 0
+                        socket.connect(end)
+                        socket.send_multipart([b"\0", os.urandom(100)])
+                        if kind == zmq.DEALER:
+                            assert not socket.poll(200)
+        assert tokens(client.generate(Request("a", 2))) == [1, 2]
+
+
+def test_garbage_on_the_channels_is_survived(client):
+    core = client._core
+    with client._lock:
+        for frames in (
+            [protocol.ADD, b"garbage"],
+            [protocol.ADD],
+            [protocol.ABORT, b"\xc1"],
+            [protocol.UTILITY, b"\x93\x01"],
+            [protocol.CREDIT, b""],
+            [b"\x77", b"x"],
+            [b""],
+        ):
+            core._router.send_multipart([protocol.identity(0), *frames])
+    with zmq.Context() as ctx, ctx.socket(zmq.PUSH) as push, ctx.socket(zmq.DEALER) as dealer:
+        push.connect(core._pull.getsockopt_string(zmq.LAST_ENDPOINT))
+        dealer.connect(core._router.getsockopt_string(zmq.LAST_ENDPOINT))
+        for junk in (b"junk", b"\x94\x00\x01\x01\x90", protocol.ENGINE_CORE_DEAD):
+            push.send(junk)
+            dealer.send(junk)
+        assert client.call("add", 1) == 2
+    assert tokens(client.generate(Request("a", 2))) == [1, 2]
+
+
+def test_outputs_that_went_missing_fail_what_they_belonged_to(client):
+    stream = client.add_request(Request("gap", 1 << 40))
+    stream.get(30)
+    with client._lock:
+        client._core.engines[0].number -= 5
+    with pytest.raises(EngineDeadError, match="was lost and made again"):
+        for _ in stream:
+            pass
+    eventually(lambda: client.call("state")["live"] == [])
+    assert tokens(client.generate(Request("a", 2))) == [1, 2]
+
+
+# -- classes that lack something -------------------------------------------------------------------
+
+
+def test_a_core_class_is_checked_before_anything_is_started():
+    with pytest.raises(TypeError, match="a subclass of EngineCore"):
+        check_core_class(object)
+
+    class NoTypes(EngineCore):
+        pass
+
+    with pytest.raises(TypeError, match=r"NoTypes.request_type must be a msgspec.Struct"):
+        launch(NoTypes)
+
+    class NoFinished(CountingCore):
+        output_type = Request
+
+    with pytest.raises(TypeError, match="no field 'finished'"):
+        launch(NoFinished)
+
+    class NoStep(EngineCore):
+        request_type = Request
+        output_type = Output
+        add_request = abort = has_work = CountingCore.abort
+
+    with pytest.raises(TypeError, match=r"NoStep must define step\(\)"):
+        launch(NoStep)
+    with pytest.raises(ValueError, match="engines=0"):
+        launch(CountingCore, engines=0)
+
+
+# -- numbers ---------------------------------------------------------------------------------------
+
+
+def test_the_time_of_a_request_is_accounted_for(client):
+    before = client.stats()["stages"]["total"]["count"]
+    for i in range(30):
+        list(client.generate(Request(f"timed{i}", 3)))
+    stats = client.stats()
+    assert stats["stages"]["total"]["count"] == before + 30
+    parts = ("api_queue", "request_channel", "engine_queue", "scheduler_queue", "step",
+             "output_queue", "output_channel")  # fmt: skip
+    assert all(stats["stages"][name]["count"] >= 30 for name in parts)
+    # The parts add up to the whole, as far as buckets tell.
+    whole = stats["stages"]["first_output"]["mean"]
+    assert sum(stats["stages"][name]["mean"] for name in parts) == pytest.approx(whole, rel=0.3)
+    assert stats["engines"][0]["alive"]
+    assert stats["engines"][0]["histograms"]["step"]["count"] > 0
+
+
+def test_an_idle_client_and_engine_sleep(client):
+    process = psutil.Process(client.engines[0].pid)
+
+    def used():
+        both = process.cpu_times(), psutil.Process().cpu_times()
+        return sum(t.user + t.system for t in both)
+
+    before, began = used(), time.monotonic()
+    time.sleep(2.0)
+    assert used() - before < 0.05 * (time.monotonic() - began)
+
+
+# -- asyncio ---------------------------------------------------------------------------------------
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_async_outputs(method):
+    async def main():
+        async with AsyncEngineClient.launch(
+            CountingCore, start_method=method, timeout=60
+        ) as client:
+            got = [output.token async for output in client.generate(Request("a", 5))]
+            assert got == [1, 2, 3, 4, 5]
+            assert await client.call("add", np.ones(2), 1) is not None
+            with pytest.raises(RequestFailed, match="KeyError"):
+                await client.call("fail", "x")
+            with pytest.raises(fastipc.Empty):
+                await client.call("nap", 0.3, timeout=0.01)
+            with pytest.raises(RequestFailed, match="not a count"):
+                async for _ in client.generate(Request("b", 0)):
+                    pass
+
+    run(main())
+
+
+def test_cancelled_tasks_abort_their_requests():
+    count, every = (3000 if NIGHTLY else 300), 3
+
+    async def main():
+        async with AsyncEngineClient.launch(
+            CountingCore, {"step_seconds": 0.001}, timeout=60
+        ) as client:
+            seen = {}
+
+            async def one(i):
+                name = f"r{i}"
+                seen[name] = []
+                async for output in client.generate(Request(name, 40)):
+                    seen[name].append(output.token)
+
+            tasks = [asyncio.create_task(one(i)) for i in range(count)]
+            while not all(seen.get(f"r{i}") for i in range(0, count, every)):
+                await asyncio.sleep(0.001)
+            for task in tasks[::every]:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            for i, result in enumerate(results):
+                if result is None:
+                    assert seen[f"r{i}"] == list(range(1, 41))
+                else:
+                    assert isinstance(result, asyncio.CancelledError)
+                    assert i % every == 0
+            while client.stats()["in_flight"]:
+                await asyncio.sleep(0.01)
+            state = await client.call("state")
+            assert state["live"] == []
+            assert state["added"] == count
+
+    run(main())
+
+
+def test_a_cancelled_get_has_taken_nothing():
+    async def main():
+        async with AsyncEngineClient.launch(
+            CountingCore, {"step_seconds": 0.002}, timeout=60
+        ) as client:
+            stream = client.add_request(Request("a", 200))
+            got = []
+            rng = random.Random(1)
+            while True:
+                try:
+                    async with asyncio.timeout(rng.random() * 0.004):
+                        got.append((await stream.get()).token)
+                except TimeoutError:
+                    continue
+                except fastipc.Closed:
+                    break
+            assert got == list(range(1, 201))
+
+    run(main())
+
+
+def test_many_requests_through_one_async_client():
+    """None lost, none twice, and the tables are empty at the end."""
+    count = 100_000 if NIGHTLY else 3_000
+
+    async def main():
+        async with AsyncEngineClient.launch(CountingCore, timeout=60) as client:
+            limit = asyncio.Semaphore(1000)
+
+            async def one(i):
+                async with limit:
+                    expected = 1 + i % 3
+                    got = [o.token async for o in client.generate(Request(f"r{i}", expected))]
+                    assert got == list(range(1, expected + 1))
+
+            rss = psutil.Process().memory_info().rss
+            async with asyncio.TaskGroup() as group:
+                began = time.monotonic()
+                for i in range(count):
+                    group.create_task(one(i))
+            seconds = time.monotonic() - began
+            stats = client.stats()
+            assert stats["finished"] == stats["sent"] == count
+            assert stats["in_flight"] == stats["in_flight_bytes"] == 0
+            state = await client.call("state")
+            assert state["added"] == count
+            assert state["live"] == []
+            print(f"{count / seconds:.0f} requests/s, {count} requests", file=sys.stderr)
+            # The tasks themselves cost some 3 KiB each.
+            assert psutil.Process().memory_info().rss - rss < (64 << 20) + 8192 * count
+
+    run(main())
+
+
+def test_async_engine_death():
+    async def main():
+        async with AsyncEngineClient.launch(CountingCore, engines=2, timeout=60) as client:
+            streams = [client.add_request(Request(str(i), 1 << 40)) for i in range(10)]
+            for stream in streams:
+                await stream.get()
+            os.kill(client.engines[0].pid, signal.SIGKILL)
+            lost = 0
+            for stream in streams:
+                if stream.engine == 0:
+                    with pytest.raises(EngineDeadError, match="engine 0"):
+                        async for _ in stream:
+                            pass
+                    lost += 1
+                else:
+                    await stream.get()
+            assert 0 < lost < 10
+            got = [o.token async for o in client.generate(Request("next", 3))]
+            assert got == [1, 2, 3]
+
+    run(main())
+
+
+def test_async_start_up_failures_leave_nothing():
+    async def main():
+        with pytest.raises(LookupError, match="the model is not there"):
+            async with AsyncEngineClient.launch(CountingCore, {"fail_init": 0}, timeout=60):
+                pass
+        with pytest.raises(fastipc.NotReady, match="of 1 engines 0 was not ready"):
+            async with AsyncEngineClient.launch(CountingCore, {"start_seconds": 30}, timeout=0.5):
+                pass
+        client = AsyncEngineClient.launch(CountingCore)
+        with pytest.raises(RuntimeError, match="not open"):
+            client.add_request(Request("a"))
+
+    run(main())
