@@ -97,6 +97,9 @@ class _Engine:
         self.last_load: tuple[int, int, int, bool] | None = None
         self.next_report = 0.0
         self.histograms = {name: Histogram() for name in ("step", "engine_queue")}
+        core._on_fail = self.end_with
+        if core._failure is not None:
+            self.end_with(core._failure)
         self.outbox = Outbox(index, window, self.tell)
         try:
             self.intake = Intake(
@@ -121,6 +124,10 @@ class _Engine:
     def tell(self, what: str, client: int) -> None:
         """Called by the output thread."""
         self.inbox.put((what, client, None))
+
+    def end_with(self, error: BaseException) -> None:
+        """Called by any thread."""
+        self.inbox.put(("fail", 0, error))
 
     def run(self) -> None:
         before = sys.getswitchinterval()
@@ -257,6 +264,8 @@ class _Engine:
         elif what == "stop":
             self.stopping = True
             self.reason = item
+        elif what == "fail":
+            raise item
         elif what == "failed":
             raise RuntimeError("the engine's output thread failed") from self.outbox.failed
         else:  # pragma: no cover
