@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -20,7 +21,7 @@ import zmq
 
 from .. import addresses
 from .. import processes as children
-from ..errors import Closed, IPCError
+from ..errors import ChildDied, Closed, IPCError
 from ..keeper import Wake
 from ..remote_end import curve_key_pair
 from ..sockets import get_open_zmq_ipc_path, make_zmq_socket, remove_orphaned_directories
@@ -55,6 +56,13 @@ def _engine_main(
     core_class: type[EngineCore], config: Any, index: int, control: str, key: str, window: int
 ) -> None:
     """The main function of an engine's process."""
+    started = False
+
+    def ready() -> None:
+        nonlocal started
+        started = True
+        children.ready()
+
     try:
         run_engine(
             core_class,
@@ -62,9 +70,14 @@ def _engine_main(
             index=index,
             control=control,
             control_key=key,
-            ready=children.ready,
+            ready=ready,
             window=window,
         )
+    except ChildDied as error:
+        if not started:
+            raise  # which whoever launched the engine is told
+        logger.error("engine %d ends: %s", index, error)
+        sys.exit(1)
     finally:
         # Should all have been killed but this one: what they left goes with it.
         remove_orphaned_directories()

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..codec import UtilityResult
 from ..codec import registry as codec_registry
+from ..errors import ChildDied
 from ..histogram import Histogram
 from .core import EngineCore, check_core_class, utility
 from .intake import Intake
@@ -143,6 +144,10 @@ class _Engine:
             reason = self.reason or reason
         except SystemExit:
             reason = "it was asked to end"
+            raise
+        except ChildDied as error:
+            # A worker: that it died says it all, and where in a step that was noticed nothing.
+            reason = str(error)
             raise
         except BaseException as error:
             reason = "".join(traceback.format_exception(error)).strip()
