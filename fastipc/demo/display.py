@@ -99,7 +99,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
 def figures(result: Result) -> dict[str, Any]:
     """The result in plain values, as --json prints it. Times in ms where a name says so."""
     options, reports = result.options, result.reports
-    sending = max(report.seconds for report in reports)
+    sending = max(report.ended for report in reports) - min(report.began for report in reports)
     totals = {
         name: sum(getattr(report, name) for report in reports)
         for name in ("requests", "images", "image_bytes", "tokens")

@@ -49,6 +49,7 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, kw_only=True):
     """What a front end saw; times in seconds.
 
+    ``began``, ``ended``: of sending and receiving, on the clock that all processes share.
     ``first`` and ``next``: how long it took to the first token of each request, and from each
     token to the next. ``sample``: the prompt and what the model said, of one request.
     """
@@ -59,7 +60,8 @@ class Report(msgspec.Struct, kw_only=True):
     images: int = 0
     image_bytes: int = 0
     tokens: int = 0
-    seconds: float = 0.0
+    began: float = 0.0
+    ended: float = 0.0
     cpu_seconds: float = 0.0
     first: list[float] = []
     next: list[float] = []
@@ -169,7 +171,7 @@ async def run(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
     report = front.report
-    report.seconds = time.monotonic() - start
+    report.began, report.ended = start, time.monotonic()
     report.cpu_seconds = time.process_time() - cpu
     report.stats = client.stats()
     return report, front.said
