@@ -132,6 +132,11 @@ struct fipc_call {
  * nothing behind. */
 int fipc_queue_create(fipc_queue **out, const struct fipc_config *config, struct fipc_error *err);
 
+/* The memory that such a segment takes, in bytes: allocated when it is made, and when all its chunks
+ * are in use. FIPC_INVALID as above. */
+int fipc_queue_plan(const struct fipc_config *config, uint64_t *at_once, uint64_t *at_most,
+                    struct fipc_error *err);
+
 /* Becomes reader number `reader` (0 .. n_readers-1) of the segment at `address`.
  * FIPC_GONE, FIPC_MISMATCH, FIPC_RANK_TAKEN, FIPC_SYSTEM. */
 int fipc_queue_attach(fipc_queue **out, const struct fipc_address *address, uint32_t reader,

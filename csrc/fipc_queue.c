@@ -141,25 +141,47 @@ static void give_up(struct fipc_queue *q) {
     destroy(q);
 }
 
-int fipc_queue_create(fipc_queue **out, const struct fipc_config *c, struct fipc_error *err) {
-    clear_error(err);
-    *out = NULL;
+/* The layout of the segment that `c` asks for. */
+static int plan_segment(const struct fipc_config *c, struct fipc_header *h,
+                        struct fipc_error *err) {
     if (c->n_readers < 1 || c->n_readers > FIPC_MAX_READERS) {
         return invalid(err, "the number of readers must be 1 to 1024");
     }
     if (c->n_slots < 2 || c->n_chunks < 1 || c->chunk_bytes < FIPC_ALIGN) {
         return invalid(err, "slots must be at least 2, max_chunks 1, max_chunk_bytes 64");
     }
-    struct fipc_header h;
-    memset(&h, 0, sizeof h);
-    memcpy(h.id, c->id, sizeof h.id);
-    h.n_readers = c->n_readers;
-    h.n_slots = c->n_slots;
-    h.n_chunks = c->n_chunks;
-    h.chunk_bytes = c->chunk_bytes;
-    h.inline_bytes = c->inline_bytes < c->chunk_bytes ? c->inline_bytes : (uint32_t)c->chunk_bytes;
-    if (fipc_layout_plan(&h) != FIPC_OK) {
+    memset(h, 0, sizeof *h);
+    memcpy(h->id, c->id, sizeof h->id);
+    h->n_readers = c->n_readers;
+    h->n_slots = c->n_slots;
+    h->n_chunks = c->n_chunks;
+    h->chunk_bytes = c->chunk_bytes;
+    h->inline_bytes = c->inline_bytes < c->chunk_bytes ? c->inline_bytes : (uint32_t)c->chunk_bytes;
+    if (fipc_layout_plan(h) != FIPC_OK) {
         return invalid(err, "the sizes asked for don't fit into an address space");
+    }
+    return FIPC_OK;
+}
+
+int fipc_queue_plan(const struct fipc_config *c, uint64_t *at_once, uint64_t *at_most,
+                    struct fipc_error *err) {
+    struct fipc_header h;
+    clear_error(err);
+    int rc = plan_segment(c, &h, err);
+    if (rc == FIPC_OK) {
+        *at_once = h.off_chunks;
+        *at_most = h.total_bytes;
+    }
+    return rc;
+}
+
+int fipc_queue_create(fipc_queue **out, const struct fipc_config *c, struct fipc_error *err) {
+    clear_error(err);
+    *out = NULL;
+    struct fipc_header h;
+    int planned = plan_segment(c, &h, err);
+    if (planned != FIPC_OK) {
+        return planned;
     }
     if (c->shm_dir != NULL) {
         fipc_sweep(c->shm_dir, false, NULL, NULL);

@@ -120,6 +120,9 @@ def create_writer(
     evict: bool,
     notice: _Notice,
 ) -> Endpoint: ...
+def segment_bytes(
+    *, readers: int, max_chunk_bytes: int, max_chunks: int, slots: int, inline_bytes: int
+) -> tuple[int, int]: ...
 def attach_reader(
     *,
     queue_id: bytes,

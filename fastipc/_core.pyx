@@ -1089,6 +1089,23 @@ def create_writer(*, bytes queue_id, ranks, uint64_t max_chunk_bytes, uint32_t m
     return end
 
 
+def segment_bytes(*, uint32_t readers, uint64_t max_chunk_bytes, uint32_t max_chunks,
+                  uint32_t slots, uint32_t inline_bytes):
+    """What a segment takes, in bytes: (when it is made, when all its chunks are in use)."""
+    cdef fipc_config c
+    cdef fipc_error e
+    cdef uint64_t at_once = 0, at_most = 0
+    memset(&c, 0, sizeof(c))
+    c.n_readers = readers
+    c.n_slots = slots
+    c.inline_bytes = inline_bytes
+    c.n_chunks = max_chunks
+    c.chunk_bytes = max_chunk_bytes
+    if fipc_queue_plan(&c, &at_once, &at_most, &e) != FIPC_OK:
+        raise ValueError(e.text.decode("utf-8", "replace"))
+    return at_once, at_most
+
+
 def attach_reader(*, bytes queue_id, ranks, uint32_t reader, int64_t pid, int32_t fd, str path,
                   str host, uint32_t n_cpus, spin_us, double warning_interval, notice):
     """Attaches as reader number `reader` to the segment found at /proc/<pid>/fd/<fd> or path."""

@@ -136,6 +136,8 @@ cdef extern from "fastipc.h" nogil:
         uint64_t resident_bytes
 
     int fipc_queue_create(fipc_queue **out, const fipc_config *config, fipc_error *err)
+    int fipc_queue_plan(const fipc_config *config, uint64_t *at_once, uint64_t *at_most,
+                        fipc_error *err)
     int fipc_queue_attach(fipc_queue **out, const fipc_address *address, uint32_t reader,
                           const fipc_attach_options *options, fipc_error *err)
     void fipc_queue_address(const fipc_queue *q, fipc_address *out)

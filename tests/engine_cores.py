@@ -116,7 +116,7 @@ class CountingCore(EngineCore):
     def add(self, a: Any, b: Any = 1) -> Any:
         return a + b
 
-    def fail(self, text: str) -> None:
+    def refuse(self, text: str) -> None:
         raise KeyError(text)
 
     def exit(self, code: int) -> None:

@@ -250,8 +250,8 @@ def test_calls_return_what_the_method_does(client):
 
 def test_a_call_that_raises_brings_the_traceback(client):
     with pytest.raises(RequestFailed, match="KeyError: 'the reason'") as caught:
-        client.call("fail", "the reason")
-    assert "in fail" in caught.value.__cause__.traceback
+        client.call("refuse", "the reason")
+    assert "in refuse" in caught.value.__cause__.traceback
     with pytest.raises(RequestFailed, match="no utility method 'step'") as caught:
         client.call("step")
     assert "state" in str(caught.value)
@@ -732,7 +732,7 @@ def test_async_outputs(method):
             assert got == [1, 2, 3, 4, 5]
             assert await client.call("add", np.ones(2), 1) is not None
             with pytest.raises(RequestFailed, match="KeyError"):
-                await client.call("fail", "x")
+                await client.call("refuse", "x")
             with pytest.raises(fastipc.Empty):
                 await client.call("nap", 0.3, timeout=0.01)
             with pytest.raises(RequestFailed, match="not a count"):

@@ -1,11 +1,12 @@
-"""The demo: real work for a few processes over one broadcast queue, checked piece by piece.
+"""The demo: a small inference server with all its processes, whose every token is checked.
 
-The writer broadcasts the files under a path, cut into pieces of mixed sizes; every worker hashes
-every piece and sends its SHA-256 back over a reply queue of its own; the writer compares each with
-a digest that it took itself beforehand, without any queue.
+Front ends send prompts, some with an image, to engines; each engine generates tokens step by step
+with its workers, which hold a shard of a language model each; and the front ends compare what they
+get with what the model says when one process runs all of it. All three channels are used: ROUTER
+and DEALER for requests, PUSH and PULL for outputs, the ring between an engine and its workers.
 
-``corpus`` cuts the files, ``worker`` is what the other processes run, ``driver`` sends and checks,
-``display`` shows.
+``model`` is the language model, ``core`` the engine and its workers, ``front_end`` sends and
+checks, ``driver`` starts everybody and counts, ``display`` shows.
 """
 
 from __future__ import annotations
@@ -20,18 +21,24 @@ from typing import TYPE_CHECKING, Any
 from fastipc import IPCError
 
 if TYPE_CHECKING:
-    from fastipc.demo.worker import Digest
+    from fastipc.demo.core import DemoCore
 
-__all__ = ["add_parser", "main"]
+__all__ = ["add_parser", "count", "main"]
 
-MAX_WORKERS = 64
+PACKAGE = Path(__file__).resolve().parent.parent
 
 
-def _workers(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= MAX_WORKERS:
-        raise argparse.ArgumentTypeError(f"must be 1 to {MAX_WORKERS}, not {text}")
-    return value
+def count(most: int) -> Any:
+    """The type of an option that is a whole number of 1 to ``most``."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if not 1 <= value <= most:
+            raise argparse.ArgumentTypeError(f"must be 1 to {most:,}, not {text}")
+        return value
+
+    parse.__name__ = "number"  # argparse shows it
+    return parse
 
 
 def _seconds(text: str) -> float:
@@ -45,33 +52,45 @@ def add_parser(nouns: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     """Add ``demo`` to the commands of the command line."""
     parser = nouns.add_parser(
         "demo",
-        help="broadcast files to worker processes and verify their digests",
-        description="Broadcasts the files under a path, in pieces of mixed sizes, to worker "
-        "processes, gets the SHA-256 of every piece back from each, and verifies them all.",
-        epilog="exit code: 0 all verified, 1 a wrong digest or a dead worker, 2 bad arguments, "
+        help="run a small inference server and verify every token",
+        description="Runs front ends, engines and workers, which generate text with a language "
+        "model that they learn from the files under a path, and verifies every token against the "
+        "same model in one process.",
+        epilog="exit code: 0 all verified, 1 a wrong token or a dead process, 2 bad arguments, "
         "130 Ctrl-C",
     )
     parser.add_argument(
-        "--workers", type=_workers, default=2, metavar="N", help="worker processes (default 2)"
+        "--engines", type=count(64), default=2, metavar="N", help="engines (default 2)"
+    )
+    parser.add_argument(
+        "--workers", type=count(64), default=2, metavar="M", help="workers per engine (default 2)"
+    )
+    parser.add_argument(
+        "--clients", type=count(64), default=1, metavar="K", help="front ends (default 1)"
+    )
+    parser.add_argument(
+        "--requests",
+        type=count(10**9),
+        metavar="R",
+        help="stop after so many requests (default: as many as go in the time)",
+    )
+    parser.add_argument(
+        "--seconds", type=_seconds, default=3.0, metavar="S", help="how long to send (default 3)"
     )
     parser.add_argument(
         "--path",
         type=Path,
-        default=Path(__file__).resolve().parent.parent,
-        help="a file, or a directory to take the files of (default: this package)",
-    )
-    parser.add_argument(
-        "--seconds", type=_seconds, default=3.0, metavar="S", help="how long to send (default 3)"
+        default=PACKAGE,
+        help="text to learn from: a file, or a directory (default: this package)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
     parser.set_defaults(run=main)
 
 
-def main(arguments: argparse.Namespace, digest: Digest | None = None) -> int:
+def main(arguments: argparse.Namespace, core_class: type[DemoCore] | None = None) -> int:
     """Run the demo, print what came out, and return the exit code.
 
-    ``digest`` replaces the function by which the workers hash; the one by which the writer checks
-    stays. It is sent to spawned processes, so it must be importable there.
+    ``core_class`` replaces the engine; what it says is checked as ever.
     """
 
     def failed(error: dict[str, Any], code: int) -> int:
@@ -81,26 +100,41 @@ def main(arguments: argparse.Namespace, digest: Digest | None = None) -> int:
         return code
 
     try:
-        # Not at the top: they import numpy, for which --help and --version should not wait.
-        from fastipc.demo import corpus, display, driver
-        from fastipc.demo.worker import sha256
+        # Not at the top: they import numpy and asyncio, for which --help should not wait.
+        from fastipc.demo import core, display, driver, front_end, model
 
-        work = corpus.load(arguments.path)
-        with display.Progress(sys.stderr, arguments.seconds) as progress:
-            result = driver.run(
-                work, arguments.workers, arguments.seconds, progress, digest or sha256
-            )
+        model.read(arguments.path)  # what can't be read is found before anybody is started
+        options = driver.Options(
+            str(arguments.path.resolve()),
+            arguments.engines,
+            arguments.workers,
+            arguments.clients,
+            arguments.requests,
+            arguments.seconds,
+        )
+        with display.Progress(sys.stderr, arguments.seconds, arguments.requests) as progress:
+            result = driver.run(options, progress, core_class or core.DemoCore)
     except KeyboardInterrupt:
         return failed({"type": "KeyboardInterrupt", "message": "interrupted"}, 130)
-    except corpus.NothingToRead as exc:
+    except model.NothingToRead as exc:
         return failed({"type": "NothingToRead", "message": str(exc)}, 2)
-    except driver.DemoFailed as exc:
-        return failed(exc.as_dict(), 1)
+    except front_end.WrongTokens as exc:
+        return failed(
+            {
+                "type": "WrongTokens",
+                "message": str(exc),
+                "request": exc.number,
+                "at": exc.at,
+            },
+            1,
+        )
     except (IPCError, TimeoutError) as exc:
-        return failed({"type": type(exc).__name__, "message": str(exc)}, 1)
+        told = {name: getattr(exc, name, None) for name in ("engine", "rank", "pid", "exitcode")}
+        named = {name: value for name, value in told.items() if value is not None}
+        return failed({"type": type(exc).__name__, "message": str(exc), **named}, 1)
 
     if arguments.json:
-        print(json.dumps(result.as_dict()))
+        print(json.dumps(display.figures(result)))
     else:
         print(display.table(result))
     return 0

@@ -337,10 +337,12 @@ class EngineClient:
     def stats(self) -> dict[str, Any]:
         """Numbers of requests, and where their time goes.
 
-        ``in_flight``, ``in_flight_bytes``, ``calls``; ``sent``, ``finished``, ``failed``,
-        ``aborted``, ``outputs`` since the start; ``stages``: a summary (count; seconds) of each
-        stage that `fastipc.engine.stages` lists; ``engines``: by index, whether each is alive, and
-        the summaries of its own histograms, at most a second old while there are outputs.
+        ``in_flight``, ``in_flight_bytes``, ``calls``; since the start ``sent``, ``finished``,
+        ``failed``, ``aborted``, ``outputs``, ``tensor_frames`` (that requests had beside their
+        main frames) and ``output_messages`` (in which outputs came); ``stages``: a summary (count;
+        seconds) of each stage that `fastipc.engine.stages` lists; ``engines``: by index, whether
+        each is alive, and the summaries of its own histograms, at most a second old while there
+        are outputs.
         """
         with self._lock:
             return self._core.stats()

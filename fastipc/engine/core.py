@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import msgspec
@@ -33,6 +33,9 @@ class EngineCore:
     request_type: ClassVar[type]
     output_type: ClassVar[type]
     lockstep: ClassVar[bool] = False
+    # Where `fail` says so: the loop that runs the core, once there is one.
+    _on_fail: Callable[[BaseException], object] | None = None
+    _failure: BaseException | None = None
 
     def __init__(self, config: Any = None, *, index: int = 0) -> None:
         """Runs in the engine's process. Load the model and start the workers here; front ends
@@ -90,6 +93,14 @@ class EngineCore:
         the engine's own: those of an executor (``self.executor.stats()``), for example."""
         executor: Any = getattr(self, "executor", None)
         return dict(executor.stats()) if hasattr(executor, "stats") else {}
+
+    def fail(self, error: BaseException) -> None:
+        """Call it to end this engine with that error, as if `step` had raised it, even while it
+        sleeps. Thread safe: it will do as an executor's ``on_failure``."""
+        if self._failure is None:
+            self._failure = error
+            if self._on_fail is not None:
+                self._on_fail(error)
 
     def close(self) -> None:
         """The engine ends: stop the workers. Called once, whatever the reason."""

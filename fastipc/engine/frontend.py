@@ -209,7 +209,15 @@ class FrontEndCore:
         self.welcome = False
         self.wave = 0
         self.stepping = False
-        self.counts = {"sent": 0, "finished": 0, "failed": 0, "aborted": 0, "outputs": 0}
+        self.counts = {
+            "sent": 0,
+            "finished": 0,
+            "failed": 0,
+            "aborted": 0,
+            "outputs": 0,
+            "tensor_frames": 0,
+            "output_messages": 0,
+        }
         self.on_change: Callable[[], None] = lambda: None
         self._turn = 0
         self._encoder = MsgpackEncoder()
@@ -403,6 +411,7 @@ class FrontEndCore:
         chosen.in_flight += 1
         chosen.since_load += 1
         self.counts["sent"] += 1
+        self.counts["tensor_frames"] += len(frames) - 1
         self.stages.record["api_queue"](entry.sent - created)
         if chosen.lockstep and not self.stepping and len(self.engines) > 1:
             self._start_wave(chosen)
@@ -518,6 +527,7 @@ class FrontEndCore:
                     self.stages.record["first_output"](decoded - entry.created)
         full = None
         self.counts["outputs"] += len(message.outputs)
+        self.counts["output_messages"] += 1
         for output in message.outputs:
             entry = requests.get(output.request_id)
             if entry is None or entry.engine is not engine:

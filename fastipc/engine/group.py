@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -20,7 +21,7 @@ import zmq
 
 from .. import addresses
 from .. import processes as children
-from ..errors import Closed, IPCError
+from ..errors import ChildDied, Closed, IPCError
 from ..keeper import Wake
 from ..remote_end import curve_key_pair
 from ..sockets import get_open_zmq_ipc_path, make_zmq_socket, remove_orphaned_directories
@@ -56,15 +57,28 @@ def _engine_main(
 ) -> None:
     """The main function of an engine's process."""
     children.on_parent_death(_parent_died)
-    run_engine(
-        core_class,
-        config,
-        index=index,
-        control=control,
-        control_key=key,
-        ready=children.ready,
-        window=window,
-    )
+    started = False
+
+    def ready() -> None:
+        nonlocal started
+        started = True
+        children.ready()
+
+    try:
+        run_engine(
+            core_class,
+            config,
+            index=index,
+            control=control,
+            control_key=key,
+            ready=ready,
+            window=window,
+        )
+    except ChildDied as error:
+        if not started:
+            raise  # which whoever launched the engine is told
+        logger.error("engine %d ends: %s", index, error)
+        sys.exit(1)
 
 
 def _coordinator_main(control: str, key: str, host: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..codec import UtilityResult
 from ..codec import registry as codec_registry
+from ..errors import ChildDied
 from ..histogram import Histogram
 from .core import EngineCore, check_core_class, utility
 from .intake import Intake
@@ -105,6 +106,9 @@ class _Engine:
         self.last_load: tuple[int, int, int, bool] | None = None
         self.next_report = 0.0
         self.histograms = {name: Histogram() for name in ("step", "engine_queue")}
+        core._on_fail = self.end_with
+        if core._failure is not None:
+            self.end_with(core._failure)
         self.outbox = Outbox(index, window, self.tell)
         try:
             self.intake = Intake(
@@ -130,6 +134,10 @@ class _Engine:
         """Called by the output thread."""
         self.inbox.put((what, client, None))
 
+    def end_with(self, error: BaseException) -> None:
+        """Called by any thread."""
+        self.inbox.put(("fail", 0, error))
+
     def run(self) -> None:
         before = sys.getswitchinterval()
         sys.setswitchinterval(min(before, _SWITCH_SECONDS))
@@ -144,6 +152,10 @@ class _Engine:
             reason = self.reason or reason
         except SystemExit:
             reason = "it was asked to end"
+            raise
+        except ChildDied as error:
+            # A worker: that it died says it all, and where in a step that was noticed nothing.
+            reason = str(error)
             raise
         except BaseException as error:
             reason = "".join(traceback.format_exception(error)).strip()
@@ -269,6 +281,8 @@ class _Engine:
         elif what == "stop":
             self.stopping = True
             self.reason = item
+        elif what == "fail":
+            raise item
         elif what == "failed":
             raise RuntimeError("the engine's output thread failed") from self.outbox.failed
         else:  # pragma: no cover

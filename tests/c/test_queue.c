@@ -1593,6 +1593,10 @@ static void chunks_are_allocated_when_used_and_given_back_after_disuse(void) {
     fipc_queue_stats(w, &s);
     uint64_t bare = s.resident_bytes;
     CHECK(s.segment_bytes >= 4 * c.chunk_bytes && bare < c.chunk_bytes);
+    uint64_t at_once, at_most;
+    struct fipc_error err;
+    CHECK_RC(fipc_queue_plan(&c, &at_once, &at_most, &err), FIPC_OK);
+    CHECK(at_once == bare && at_most == s.segment_bytes);
     for (int round = 0; round < 3; round++) {
         peers_put(w, 1, 5000);
         peers_put(w, 2, c.chunk_bytes);
