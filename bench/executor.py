@@ -16,9 +16,8 @@ from pathlib import Path
 if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from fastipc.executor import MultiprocExecutor, Worker
-
 from bench import objects
+from fastipc.executor import MultiprocExecutor, Worker
 
 WARM_UP = 100
 TIMEOUT = 60.0
@@ -149,7 +148,9 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2000)
     arguments = parser.parse_args()
-    print(f"{len(pickle.dumps(objects.make('scheduler_output'), 5))} bytes pickled; medians of rounds")
+    print(
+        f"{len(pickle.dumps(objects.make('scheduler_output'), 5))} bytes pickled; medians of rounds"
+    )
     good = [
         compare(int(n), arguments.rounds, arguments.steps) for n in arguments.workers.split(",")
     ]

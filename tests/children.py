@@ -144,7 +144,7 @@ def _refuse(text):
     raise LookupError(text)
 
 
-class Tester(Worker):
+class Probe(Worker):
     def __init__(self, rank, local_rank, world_size, tag=None, trouble=None, log=None):
         super().__init__(rank, local_rank, world_size)
         self.tag = tag
