@@ -582,6 +582,19 @@ def test_a_signal_ends_the_wait_and_the_next_call_works():
         assert not executor._calls
 
 
+# ---- the README ------------------------------------------------------------------------------
+
+README = HERE.parent / "README.md"
+
+
+@pytest.mark.skipif(not README.exists(), reason="needs the source tree")
+def test_the_readmes_example(method, run_child):
+    text = README.read_text().split("\n## Workers\n")[1]
+    code = text.split("```python\n")[1].split("```")[0]
+    out = run_child(code, env={"FASTIPC_WORKER_MULTIPROC_METHOD": method})
+    assert out == "[6.0, 10.0]\n1\n"
+
+
 # ---- where the time goes -----------------------------------------------------------------------
 
 
