@@ -102,9 +102,20 @@ def round_of(side, output, replying, steps):
     return statistics.median(times) / 1e3, times[len(times) * 99 // 100] / 1e3
 
 
+def pickle_alone(output, steps):
+    """Median microseconds to pickle a step and to load it, which both sides do."""
+    times = []
+    for _ in range(steps):
+        begin = time.perf_counter_ns()
+        pickle.loads(pickle.dumps(output, 5))
+        times.append(time.perf_counter_ns() - begin)
+    return statistics.median(times) / 1e3
+
+
 def compare(workers, rounds, steps):
     """Prints a line per kind of reply; True if the target was met."""
     output = objects.make("scheduler_output")
+    alone = []
     sides = [Ours(workers), Plain(workers)]
     good = True
     try:
@@ -112,6 +123,7 @@ def compare(workers, rounds, steps):
             medians = {side.name: [] for side in sides}
             tails = {side.name: [] for side in sides}
             for k in range(rounds):
+                alone.append(pickle_alone(output, steps))
                 for side in sides if k % 2 == 0 else sides[::-1]:
                     median, tail = round_of(side, output, replying, steps)
                     medians[side.name].append(median)
@@ -132,8 +144,10 @@ def compare(workers, rounds, steps):
             )
         stages = sides[0].executor.stats()
         print(
-            "  of fastipc's: "
-            + ", ".join(f"{name} {1e6 * stage.mean:.1f} us" for name, stage in stages.items()),
+            f"  pickle.dumps and loads alone {statistics.median(alone):.1f} us; fastipc's medians: "
+            + ", ".join(
+                f"{name} {1e6 * stage.percentile(50):.1f} us" for name, stage in stages.items()
+            ),
             flush=True,
         )
     finally:
@@ -148,9 +162,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2000)
     arguments = parser.parse_args()
-    print(
-        f"{len(pickle.dumps(objects.make('scheduler_output'), 5))} bytes pickled; medians of rounds"
-    )
+    data = pickle.dumps(objects.make("scheduler_output"), 5)
+    print(f"{len(data)} bytes pickled; medians of rounds")
     good = [
         compare(int(n), arguments.rounds, arguments.steps) for n in arguments.workers.split(",")
     ]

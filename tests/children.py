@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import ctypes
 import os
 import signal
@@ -54,6 +55,17 @@ SEEN_AT_IMPORT = os.environ.get("FASTIPC_TEST_EXTRA")
 
 def tell_pipes():
     processes.ready(pipe_ends())
+    time.sleep(1000)
+
+
+def tell_pipes_of_a_fork():
+    """What a process has that somebody else's fork makes in the child."""
+    receiving, sending = os.pipe()
+    if os.fork() == 0:
+        os.write(sending, repr(pipe_ends()).encode())
+        os._exit(0)
+    os.wait()
+    processes.ready(ast.literal_eval(os.read(receiving, 65536).decode()))
     time.sleep(1000)
 
 

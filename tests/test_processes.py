@@ -347,6 +347,14 @@ def test_a_forked_child_has_no_end_of_anothers_pipes():
             assert not foreign_ends(ends, None, made)
 
 
+def test_what_a_child_forks_has_no_end_of_the_childs_pipes(method):
+    with started(children.tell_pipes_of_a_fork, method=method) as child:
+        mine = {os.fstat(end.fileno()).st_ino for end in (child._death, child._ready)}
+        ends = child.wait_ready(60)
+        assert len(ends) >= 2
+        assert not [end for end in ends if end[0] in mine]
+
+
 def test_starting_from_several_threads(method):
     """A fork amidst another thread's start copies what is on its way to that thread's child."""
     made, errors = [], []
