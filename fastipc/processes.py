@@ -36,6 +36,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from types import FrameType, TracebackType
@@ -180,6 +181,7 @@ def _forget_parents_ends() -> None:
     for child in _children:
         child._disown()
     _children.clear()
+    _monitors.clear()
     _passing.clear()
 
 
@@ -515,9 +517,9 @@ class ChildProcess:
                 return True
             if not multiprocessing.connection.wait([self.sentinel], 0):
                 return False
-            # The kernel has it now, or (forkserver) a pipe soon. It stays unknown if somebody
+            # The kernel has it now, or the fork server says it soon. It stays unknown if somebody
             # else waited for all children of this process.
-            patience = time.monotonic() + 1.0
+            patience = time.monotonic() + (5.0 if self.start_method == "forkserver" else 0.5)
             while (code := self._process.exitcode) is None and time.monotonic() < patience:
                 time.sleep(0.001)
             self._exitcode = code
@@ -753,6 +755,8 @@ class Monitor:
         self._wake_r, self._wake_w = _pipe()
         self._thread = threading.Thread(target=self._run, name="fastipc-monitor", daemon=True)
         self._thread.start()
+        _monitors.add(self)
+        _hook_exit()
 
     def add(self, child: ChildProcess) -> None:
         """Watches one more."""
@@ -765,8 +769,10 @@ class Monitor:
     def _run(self) -> None:
         while True:
             with self._lock:
-                ended = {child for child in self._watched if not child.is_alive()}
-                self._watched -= ended
+                watched = list(self._watched)
+            ended = [child for child in watched if not child.is_alive()]
+            with self._lock:
+                self._watched.difference_update(ended)
                 sentinels = [child.sentinel for child in self._watched]
             for child in ended:
                 if self._stopped:
@@ -788,16 +794,23 @@ class Monitor:
     def stop(self) -> None:
         """No call of on_exit begins after this has returned; one that is running is waited for,
         unless it is the one that calls stop. May be called again."""
+        self._stop(None)
+
+    def _stop(self, patience: float | None) -> None:
+        if sys.is_finalizing():
+            return  # the exit hook has done it, or the thread ended amidst anything
         with self._lock:
             if not self._stopped:
                 self._stopped = True
                 self._wake_w.send_bytes(b"")
         if threading.current_thread() is not self._thread:
-            self._thread.join()
-            with self._lock:
-                _let_go(self._wake_r, self._wake_w)
+            self._thread.join(patience)
+            if not self._thread.is_alive():
+                with self._lock:
+                    _let_go(self._wake_r, self._wake_w)
 
 
+_monitors: weakref.WeakSet[Monitor] = weakref.WeakSet()
 _exit_hook_of = 0
 
 
@@ -812,6 +825,9 @@ def _hook_exit() -> None:
 
 
 def _end_children() -> None:
+    # A thread that still ran when the interpreter ends would keep the locks that it has.
+    for monitor in list(_monitors):
+        monitor._stop(EXIT_GRACE)
     children = list(_children)
     for child in children:
         child.expected = True

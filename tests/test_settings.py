@@ -15,7 +15,7 @@ VARIABLES = {
 
 @pytest.fixture(autouse=True)
 def read_anew(monkeypatch):
-    for name in VARIABLES:
+    for name in (*VARIABLES, "FASTIPC_MQ_MAX_CHUNK_BYTES_MB", "FASTIPC_WORKER_MULTIPROC_METHOD"):
         monkeypatch.delenv(name, raising=False)
     settings.cache_clear()
     yield
@@ -45,6 +45,29 @@ def test_what_is_no_number_is_an_error_that_names_the_variable(name, text, monke
     with pytest.raises(ValueError, match=name) as caught:
         settings()
     assert repr(text) in str(caught.value)
+
+
+def test_the_size_of_chunks_is_in_mebibytes(monkeypatch):
+    for text, value in (("1", 1 << 20), ("0.5", 1 << 19), ("1048576", 1 << 40), ("", None)):
+        monkeypatch.setenv("FASTIPC_MQ_MAX_CHUNK_BYTES_MB", text)
+        settings.cache_clear()
+        assert settings().mq_max_chunk_bytes == value
+    for text in ("0", "-1", "1e9", "lots", "nan"):
+        monkeypatch.setenv("FASTIPC_MQ_MAX_CHUNK_BYTES_MB", text)
+        settings.cache_clear()
+        with pytest.raises(ValueError, match="FASTIPC_MQ_MAX_CHUNK_BYTES_MB"):
+            settings()
+
+
+def test_start_methods(monkeypatch):
+    for text in ("fork", "spawn", "forkserver"):
+        monkeypatch.setenv("FASTIPC_WORKER_MULTIPROC_METHOD", text)
+        settings.cache_clear()
+        assert settings().worker_multiproc_method == text
+    monkeypatch.setenv("FASTIPC_WORKER_MULTIPROC_METHOD", "Fork")
+    settings.cache_clear()
+    with pytest.raises(ValueError, match="FASTIPC_WORKER_MULTIPROC_METHOD='Fork'"):
+        settings()
 
 
 def test_they_are_read_once(monkeypatch):

@@ -71,7 +71,7 @@ class _Call:
     """A call on its way. Only whoever reads replies changes it."""
 
     __slots__ = ("began", "deadline", "error", "method", "missing", "number", "place", "rank",
-                 "timeout", "values")  # fmt: skip
+                 "settled", "timeout", "values")  # fmt: skip
 
     def __init__(
         self, method: str | bytes, rank: int | None, world_size: int, timeout: float | None
@@ -83,14 +83,11 @@ class _Call:
         self.timeout = timeout
         self.deadline = None if timeout is None else self.began * 1e-9 + timeout
         self.error: tuple[int, Failure | BaseException] | None = None
+        self.settled = False
         # the worker whose reply is waited for
         self.place = 0 if rank is None else rank
         self.missing = world_size if rank is None else 1
         self.values: list[Any] = [_NO_REPLY] * world_size
-
-    @property
-    def settled(self) -> bool:
-        return not self.missing or self.error is not None
 
     def lacks(self) -> tuple[int, ...]:
         """The ranks that have not replied."""
@@ -122,7 +119,7 @@ class _Future:
             try:
                 value = self._executor._result(call, late)
             except ReplyTimeout:
-                if late is not call.deadline:
+                if call.deadline is None or time.monotonic() < call.deadline:
                     raise
                 error = self._executor._give_up(call)
             except Exception as raised:
@@ -178,6 +175,9 @@ class MultiprocExecutor(Executor):
         ready_timeout: seconds for the workers to become ready; None waits until they are, or one
             has failed.
         name: of the workers' processes, followed by "-" and the rank.
+
+    Attributes:
+        children: the workers' processes by rank, each a :class:`fastipc.processes.ChildProcess`.
 
     Raises:
         What a worker's constructor, init_device or load raised; NotReady; ChildDied; RuntimeError
@@ -452,14 +452,15 @@ class MultiprocExecutor(Executor):
         else:
             call.values[rank] = value
             call.missing -= 1
-            if call.missing and call.rank is None:
+            if call.missing:
                 while call.values[call.place] is not _NO_REPLY:
                     call.place += 1
-        if call.settled:
-            self._calls.pop(call.number, None)
-            if self._followers:
-                with self._turn:
-                    self._turn.notify_all()
+                return
+        call.settled = True
+        self._calls.pop(call.number, None)
+        if self._followers:
+            with self._turn:
+                self._turn.notify_all()
 
     def _log(self, rank: int, failure: Failure) -> None:
         logger.error(
