@@ -304,9 +304,11 @@ uint64_t fipc_now(void);                  /* monotonic, ns */
 uint64_t fipc_process_start(int64_t pid); /* clock ticks since boot, 0 when unknown */
 const char *fipc_status_text(int status);
 
-/* Removes named segments in `dir` whose writer is gone; returns how many. `dry_run` only counts.
- * `seen` (may be NULL) is called with each such path. */
-int fipc_sweep(const char *dir, bool dry_run, void (*seen)(void *ctx, const char *path), void *ctx);
+/* Removes this user's named segments in `dir` whose writer is gone, which the kernel's lock tells;
+ * returns how many. `dry_run` changes nothing and only counts. `seen` (may be NULL) is called with
+ * each such path; sys_errno is 0, or why it could not be removed. */
+int fipc_sweep(const char *dir, bool dry_run,
+               void (*seen)(void *ctx, const char *path, int sys_errno), void *ctx);
 
 #ifdef __cplusplus
 }

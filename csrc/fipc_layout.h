@@ -104,8 +104,9 @@ struct fipc_slot {
 };
 _Static_assert(sizeof(struct fipc_slot) == FIPC_LINE, "a slot's record is one line");
 
-/* Byte n of the lock area belongs to participant n: 0 the writer, 1 + i reader i. Far beyond the
- * end of any segment, where locks need no bytes. */
+/* Byte n of the lock area belongs to participant n: 0 the writer, 1 + i reader i; the byte
+ * behind the last possible reader's is for who removes what the dead left. Far beyond the end of
+ * any segment, where locks need no bytes. */
 #define FIPC_LOCK_BASE (INT64_C(1) << 40)
 
 /* Fills in strides, offsets and the hash from the sizes in `h`; FIPC_INVALID when they don't fit

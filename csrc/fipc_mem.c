@@ -11,7 +11,6 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "fipc_layout.h"
@@ -32,9 +31,9 @@
 #endif
 
 #define NAME_PREFIX "fastipc-"
-/* A segment without its name yet is still being made, by a process that holds its lock or is one
- * system call away from it; a minute is longer than any start-up. */
-#define UNFINISHED_S 60
+/* A sweeper may take a file in the moment before its maker has locked it; the maker then begins
+ * anew under another name, at most so many times. */
+#define CREATE_TRIES 100
 
 static int system_error(struct fipc_error *err, const char *what) {
     err->sys_errno = errno;
@@ -153,12 +152,21 @@ static void hex_name(char *out, size_t room, const char *dir, const char *prefix
     }
 }
 
-static int create_memfd(struct fipc_segment *s, struct fipc_error *err) {
+static int lock_new(struct fipc_segment *s, uint32_t lock_index, struct fipc_error *err) {
+    fipc_point("create-file");
+    int rc = fipc_lock_byte_take(s->lock_fd, lock_index);
+    return rc != FIPC_SYSTEM ? rc
+                             : system_error(err, "locking the segment (its file system must "
+                                                 "support open file description locks)");
+}
+
+static int create_memfd(struct fipc_segment *s, uint32_t lock_index, struct fipc_error *err) {
 #ifdef __linux__
     s->fd = memfd_create("fastipc", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (s->fd < 0) {
         return system_error(err, "memfd_create");
     }
+    fipc_point("create-opened");
     if (ftruncate(s->fd, (off_t)s->bytes) != 0) {
         return system_error(err, "ftruncate of the segment");
     }
@@ -168,27 +176,26 @@ static int create_memfd(struct fipc_segment *s, struct fipc_error *err) {
     }
     s->lock_fd = reopen(s->fd, NULL);
     if (s->lock_fd < 0) {
-        int rc =
-            system_error(err, "opening /proc/self/fd (is /proc mounted? shm_dir= works without)");
-        return rc;
+        return system_error(err,
+                            "opening /proc/self/fd (is /proc mounted? shm_dir= works without)");
     }
-    return FIPC_OK;
+    return lock_new(s, lock_index, err);
 #else
-    (void)s;
+    (void)s, (void)lock_index;
     snprintf(err->text, sizeof err->text, "memfd is not available on this system: give shm_dir=");
     return FIPC_SYSTEM;
 #endif
 }
 
-static int create_named(struct fipc_segment *s, const char *dir, const uint8_t id[FIPC_ID_BYTES],
-                        struct fipc_error *err) {
-    if (strlen(dir) + sizeof "/." NAME_PREFIX + (size_t)2 * FIPC_ID_BYTES > sizeof s->path) {
-        errno = ENAMETOOLONG;
-        return system_error(err, "shm_dir");
-    }
-    /* A hidden name first, so that nobody can find it unfinished. (O_TMPFILE would need /proc to
-     * get a name at all.) The sweeper leaves young hidden files alone. */
-    hex_name(s->path, sizeof s->path, dir, ".", id);
+/* True while `name` in directory `dir_fd` is the file that `fd` has open. */
+static bool names(int dir_fd, const char *name, int fd) {
+    struct stat one, two;
+    return fstat(fd, &one) == 0 && fstatat(dir_fd, name, &two, AT_SYMLINK_NOFOLLOW) == 0 &&
+           one.st_ino == two.st_ino && one.st_dev == two.st_dev;
+}
+
+/* FIPC_GONE: a sweeper was faster. */
+static int try_create_named(struct fipc_segment *s, uint32_t lock_index, struct fipc_error *err) {
     s->fd = open(s->path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (s->fd < 0) {
         int rc = system_error(err, s->path);
@@ -196,11 +203,46 @@ static int create_named(struct fipc_segment *s, const char *dir, const uint8_t i
         return rc;
     }
     s->linked = true;
+    fipc_point("create-opened");
     if (ftruncate(s->fd, (off_t)s->bytes) != 0) {
         return system_error(err, "ftruncate of the segment");
     }
     s->lock_fd = reopen(s->fd, s->path);
-    return s->lock_fd < 0 ? system_error(err, s->path) : FIPC_OK;
+    if (s->lock_fd < 0) {
+        return errno == ENOENT ? FIPC_GONE : system_error(err, s->path);
+    }
+    int rc = lock_new(s, lock_index, err);
+    if (rc == FIPC_OK &&
+        (fipc_lock_byte_held(s->lock_fd, FIPC_SWEEP_LOCK) || !names(AT_FDCWD, s->path, s->fd) ||
+         !names(AT_FDCWD, s->path, s->lock_fd))) {
+        return FIPC_GONE;
+    }
+    return rc;
+}
+
+static int create_named(struct fipc_segment *s, const char *dir, const uint8_t id[FIPC_ID_BYTES],
+                        uint32_t lock_index, struct fipc_error *err) {
+    if (strlen(dir) + sizeof "/." NAME_PREFIX + (size_t)2 * FIPC_ID_BYTES > sizeof s->path) {
+        errno = ENAMETOOLONG;
+        return system_error(err, "shm_dir");
+    }
+    /* A hidden name first, so that nobody can find it unfinished. (O_TMPFILE would need /proc to
+     * get a name at all.) */
+    uint8_t hidden[FIPC_ID_BYTES];
+    memcpy(hidden, id, sizeof hidden);
+    int rc = FIPC_GONE;
+    for (int i = 0; i < CREATE_TRIES && rc == FIPC_GONE; i++) {
+        fipc_mem_close(s);
+        fipc_mem_unlink(s);
+        hidden[0] = (uint8_t)(id[0] + i);
+        hex_name(s->path, sizeof s->path, dir, ".", hidden);
+        rc = try_create_named(s, lock_index, err);
+    }
+    if (rc == FIPC_GONE) {
+        errno = EAGAIN;
+        rc = system_error(err, "the segment is swept away each time before it can be locked");
+    }
+    return rc;
 }
 
 int fipc_mem_create(struct fipc_segment *s, uint64_t bytes, const char *shm_dir,
@@ -209,17 +251,12 @@ int fipc_mem_create(struct fipc_segment *s, uint64_t bytes, const char *shm_dir,
     s->fd = s->lock_fd = -1;
     s->bytes = bytes;
     fipc_point("create-begin");
-    int rc = shm_dir ? create_named(s, shm_dir, id, err) : create_memfd(s, err);
-    fipc_point("create-file");
+    int rc =
+        shm_dir ? create_named(s, shm_dir, id, lock_index, err) : create_memfd(s, lock_index, err);
     if (rc == FIPC_OK) {
-        rc = fipc_lock_byte_take(s->lock_fd, lock_index);
-        if (rc != FIPC_OK) {
-            rc = system_error(err, "locking the segment (its file system must support open file "
-                                   "description locks)");
-        }
-    }
-    if (rc == FIPC_OK) {
+        fipc_point("create-locked");
         rc = fipc_mem_map(s, bytes, err);
+        fipc_point("create-mapped");
     }
     if (rc != FIPC_OK) {
         fipc_mem_unlink(s);
@@ -228,15 +265,15 @@ int fipc_mem_create(struct fipc_segment *s, uint64_t bytes, const char *shm_dir,
     return rc;
 }
 
-int fipc_mem_publish(struct fipc_segment *s, struct fipc_error *err) {
+int fipc_mem_publish(struct fipc_segment *s, const uint8_t id[FIPC_ID_BYTES],
+                     struct fipc_error *err) {
     fipc_point("create-complete");
     if (s->path[0] == 0) {
         return FIPC_OK;
     }
-    char final_path[FIPC_PATH_BYTES];
-    const char *slash = strrchr(s->path, '/');
-    int dir_len = (int)(slash - s->path);
-    snprintf(final_path, sizeof final_path, "%.*s/%s", dir_len, s->path, slash + 2);
+    char dir[FIPC_PATH_BYTES], final_path[FIPC_PATH_BYTES];
+    snprintf(dir, sizeof dir, "%.*s", (int)(strrchr(s->path, '/') - s->path), s->path);
+    hex_name(final_path, sizeof final_path, dir, "", id);
     if (rename(s->path, final_path) != 0) {
         return system_error(err, final_path);
     }
@@ -261,8 +298,9 @@ static int not_found(const struct fipc_address *a, const char *path, struct fipc
     if (errno == EACCES || errno == EPERM) {
         snprintf(err->text, sizeof err->text,
                  "this process may not open the segment of the writer (pid %lld): both must run as "
-                 "the same user, and %s must be accessible",
-                 (long long)a->pid, a->path[0] ? "shm_dir" : "/proc");
+                 "the same user, and %s must be accessible%s",
+                 (long long)a->pid, a->path[0] ? "shm_dir" : "/proc",
+                 a->path[0] ? "" : " (from another PID namespace give the writer shm_dir=)");
         return FIPC_MISMATCH;
     }
     snprintf(
@@ -433,47 +471,70 @@ void fipc_mem_close(struct fipc_segment *s) {
     }
 }
 
-/* True when the file is one of ours that nobody writes to any more. */
-static bool is_abandoned(const char *path, bool hidden) {
-    int fd = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
-    if (fd < 0) {
-        return false; /* somebody else's, or just gone */
-    }
+/* ---- sweeping ------------------------------------------------------------------------------ */
+
+/* Opens the file if it is one of ours, whoever lives; else -1. NOFOLLOW, NONBLOCK, NOCTTY: in a
+ * directory that everybody may write to a name like ours can be anything. */
+static int open_ours(int dir_fd, const char *name) {
+    int fd = openat(dir_fd, name, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY);
     struct stat st;
     struct fipc_header h;
-    bool ours = fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid();
-    if (ours && hidden) {
-        ours = st.st_mtime + UNFINISHED_S < time(NULL);
-    } else if (ours) {
-        ours = pread(fd, &h, sizeof h, 0) == (ssize_t)sizeof h &&
-               memcmp(h.magic, FIPC_MAGIC, sizeof h.magic) == 0;
+    if (fd >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid() &&
+        (name[0] == '.' || /* its header isn't there yet */
+         (pread(fd, &h, sizeof h, 0) == (ssize_t)sizeof h &&
+          memcmp(h.magic, FIPC_MAGIC, sizeof h.magic) == 0))) {
+        return fd;
     }
-    bool dead = ours && !fipc_lock_byte_held(fd, FIPC_WRITER_LOCK);
-    close(fd);
-    return dead;
+    if (fd >= 0) {
+        close(fd);
+    }
+    return -1;
 }
 
-int fipc_sweep(const char *dir, bool dry_run, void (*seen)(void *ctx, const char *path),
-               void *ctx) {
+/* 1: was removed (or could be); 0: is not abandoned; else a negative errno.
+ *
+ * A sweeper locks its own byte and then looks at the writer's; a maker locks the writer's and then
+ * looks at the sweeper's, and whether its file is still there. So at least one of the two notices
+ * the other, however long either stops in between. (With the writer's own byte in its hands a
+ * sweeper would look like a writer to those who still read.) */
+static int sweep_one(int dir_fd, const char *name, bool dry_run) {
+    int fd = open_ours(dir_fd, name);
+    if (fd < 0) {
+        return 0;
+    }
+    int rc = 0;
+    if (dry_run) {
+        rc = !fipc_lock_byte_held(fd, FIPC_WRITER_LOCK);
+    } else if (fipc_lock_byte_take(fd, FIPC_SWEEP_LOCK) == FIPC_OK &&
+               !fipc_lock_byte_held(fd, FIPC_WRITER_LOCK) && names(dir_fd, name, fd)) {
+        fipc_point("sweep-found");
+        rc = unlinkat(dir_fd, name, 0) == 0 ? 1 : errno == ENOENT ? 0 : -errno;
+        fipc_point("sweep-removed");
+    }
+    close(fd);
+    return rc;
+}
+
+int fipc_sweep(const char *dir, bool dry_run,
+               void (*seen)(void *ctx, const char *path, int sys_errno), void *ctx) {
     DIR *d = opendir(dir);
     if (d == NULL) {
         return 0;
     }
     int n = 0;
     for (struct dirent *e; (e = readdir(d)) != NULL;) {
-        bool hidden = e->d_name[0] == '.';
-        const char *name = e->d_name + (hidden ? 1 : 0);
+        const char *name = e->d_name + (e->d_name[0] == '.' ? 1 : 0);
         if (strncmp(name, NAME_PREFIX, sizeof NAME_PREFIX - 1) != 0 ||
+            strspn(name + sizeof NAME_PREFIX - 1, "0123456789abcdef") != 2 * FIPC_ID_BYTES ||
             strlen(name) != sizeof NAME_PREFIX - 1 + (size_t)2 * FIPC_ID_BYTES) {
             continue;
         }
-        char path[FIPC_PATH_BYTES + NAME_MAX];
-        snprintf(path, sizeof path, "%s/%s", dir, e->d_name);
-        if (is_abandoned(path, hidden) && (dry_run || unlink(path) == 0)) {
-            n++;
-            if (seen != NULL) {
-                seen(ctx, path);
-            }
+        int rc = sweep_one(dirfd(d), e->d_name, dry_run);
+        n += rc == 1;
+        if (rc != 0 && seen != NULL) {
+            char path[FIPC_PATH_BYTES + NAME_MAX];
+            snprintf(path, sizeof path, "%s/%s", dir, e->d_name);
+            seen(ctx, path, rc < 0 ? -rc : 0);
         }
     }
     closedir(d);

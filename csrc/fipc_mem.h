@@ -22,7 +22,9 @@ struct fipc_segment {
  * to anyone until fipc_mem_publish. Takes the lock byte `lock_index`. */
 int fipc_mem_create(struct fipc_segment *s, uint64_t bytes, const char *shm_dir,
                     const uint8_t id[FIPC_ID_BYTES], uint32_t lock_index, struct fipc_error *err);
-int fipc_mem_publish(struct fipc_segment *s, struct fipc_error *err);
+/* Gives a named one its final name. */
+int fipc_mem_publish(struct fipc_segment *s, const uint8_t id[FIPC_ID_BYTES],
+                     struct fipc_error *err);
 
 /* Opens what `a` names, without mapping it. FIPC_GONE, FIPC_SYSTEM. */
 int fipc_mem_open(struct fipc_segment *s, const struct fipc_address *a, struct fipc_error *err);

@@ -82,9 +82,13 @@ int fipc_peer_join(struct fipc_peer *p, const struct fipc_segment *s, uint32_t r
     }
     fipc_point("attach-locked");
     fipc_peer_describe(p, host);
-    /* relaxed: only the holder of the byte stores the epoch */
-    *epoch = fipc_load32_relaxed(&p->epoch) + 1;
+    fipc_point("attach-described");
+    /* relaxed: only the holder of the byte stores the epoch; and FREE too. (FREE with an epoch is
+     * what a process left that died right here: this one is still the first.) */
+    bool first = fipc_load32_relaxed(&p->state) == FIPC_PEER_FREE;
+    *epoch = first ? 1 : fipc_load32_relaxed(&p->epoch) + 1;
     fipc_store32_relaxed(&p->epoch, *epoch);
+    fipc_point("attach-counted");
     fipc_store32_release(&p->state, FIPC_PEER_JOINING); /* P-state */
     fipc_point("attach-joined");
     return FIPC_OK;

@@ -24,6 +24,7 @@
 
 #define FIPC_WRITER_LOCK 0u
 #define FIPC_READER_LOCK(i) (1u + (i))
+#define FIPC_SWEEP_LOCK FIPC_READER_LOCK(FIPC_MAX_READERS)
 
 void fipc_peer_describe(struct fipc_peer *p, const char *host);
 void fipc_peer_host(const struct fipc_peer *p, char out[FIPC_HOST_BYTES]);

@@ -45,6 +45,7 @@ static uint64_t now_of(const struct fipc_queue *q) { return q->ops->now(q->ops->
 static void wake(struct fipc_queue *q, fipc_a32 *bell) {
     fipc_bell_ring(bell);
     bump(&q->wakes);
+    fipc_point("bell-rung");
     if (!fipc_drop_wake()) {
         q->ops->wake(q->ops->ctx, bell);
     }
@@ -130,6 +131,7 @@ static void clear_error(struct fipc_error *err) {
 static void drop_segment(struct fipc_queue *q) {
     fipc_mem_unlink(&q->seg);
     fipc_mem_unmap(&q->seg);
+    fipc_point("close-unmapped");
     fipc_mem_hold_forks(true);
     fipc_mem_close(&q->seg);
     fipc_mem_unregister(&q->seg);
@@ -205,6 +207,7 @@ int fipc_queue_create(fipc_queue **out, const struct fipc_config *c, struct fipc
     }
     rc = fipc_mem_reserve(&q->seg, 0, h.off_chunks, err);
     if (rc == FIPC_OK) {
+        fipc_point("create-reserved");
         fipc_ring_bind(&q->ring, q->seg.base, &h);
         memcpy(q->seg.base, &h, sizeof h);
         fipc_peer_describe(&q->ring.peers[h.n_readers], c->host);
@@ -214,7 +217,7 @@ int fipc_queue_create(fipc_queue **out, const struct fipc_config *c, struct fipc
         }
         q->resident = h.off_chunks;
         fipc_store64_relaxed(&q->next_probe, now_of(q) + PROBE_BUSY_NS);
-        rc = fipc_mem_publish(&q->seg, err);
+        rc = fipc_mem_publish(&q->seg, h.id, err);
     }
     if (rc != FIPC_OK) {
         give_up(q);
@@ -246,6 +249,7 @@ int fipc_queue_attach(fipc_queue **out, const struct fipc_address *a, uint32_t r
         destroy(q);
         return rc;
     }
+    fipc_point("attach-opened");
     struct fipc_header h;
     uint64_t file_bytes;
     rc = fipc_mem_read(&q->seg, &h, sizeof h, &file_bytes);
@@ -263,6 +267,7 @@ int fipc_queue_attach(fipc_queue **out, const struct fipc_address *a, uint32_t r
         rc = prepare(q, &h, false) ? fipc_mem_map(&q->seg, h.total_bytes, err) : FIPC_NO_MEMORY;
     }
     if (rc == FIPC_OK) {
+        fipc_point("attach-mapped");
         fipc_ring_bind(&q->ring, q->seg.base, &h);
         q->ring.reader = reader;
         fipc_mem_prefault(&q->seg, 0, h.off_chunks < PREFAULT_MAX ? h.off_chunks : PREFAULT_MAX);
@@ -275,6 +280,7 @@ int fipc_queue_attach(fipc_queue **out, const struct fipc_address *a, uint32_t r
     fipc_store64_relaxed(&q->next_probe, now_of(q) + FIPC_SLICE_NS);
     fipc_queue_adopt(q);                             /* at once, for the first process of a rank */
     fipc_add32_acqrel(&q->ring.control->members, 1); /* J */
+    fipc_point("attach-told");
     fipc_queue_wake_writer(q);
     fipc_point("attach-done");
     *out = q;
@@ -314,12 +320,15 @@ void fipc_queue_close(fipc_queue *q) {
         fipc_point("close-begin");
         if (q->is_writer) {
             fipc_store32_release(&r->control->writer_state, FIPC_WRITER_CLOSED); /* C-set */
+            fipc_point("close-stored");
             fipc_queue_wake_readers(q);
         } else {
             /* The cursor first: the writer may stop waiting for this reader at once. */
             fipc_store64_seqcst(&r->cursors[r->reader].seq, FIPC_CURSOR_LEFT); /* R1 */
-            fipc_store32_release(&r->peers[r->reader].state, FIPC_PEER_LEFT);  /* P-state */
-            fipc_add32_acqrel(&r->control->members, 1);                        /* J */
+            fipc_point("close-cursor");
+            fipc_store32_release(&r->peers[r->reader].state, FIPC_PEER_LEFT); /* P-state */
+            fipc_point("close-left");
+            fipc_add32_acqrel(&r->control->members, 1); /* J */
             fipc_queue_wake_writer(q);
         }
         fipc_point("close-told");
@@ -355,7 +364,9 @@ static void grant(struct fipc_queue *q, uint32_t i, uint32_t epoch) {
         fipc_store64_relaxed(&r->cursors[i].messages, r->messages);
         fipc_store64_relaxed(&r->cursors[i].seq, r->next - 1);
     }
+    fipc_point("grant-begin");
     fipc_store32_release(&r->peers[i].granted, epoch); /* G */
+    fipc_point("granted");
     r->counted[i] = 1;
     /* With nobody counted the last scan found no end of room. */
     r->slowest = r->slowest < r->next - 1 ? r->slowest : r->next - 1;
@@ -375,6 +386,7 @@ void fipc_queue_members(struct fipc_queue *q) {
     uint32_t alive = 0;
     uint32_t gone = 0;
     uint32_t absent = 0;
+    bool news = false;
     for (uint32_t i = 0; i < r->n_readers; i++) {
         uint32_t state = fipc_load32_acquire(&r->peers[i].state); /* P-state */
         if (state == FIPC_PEER_JOINING) {
@@ -382,6 +394,7 @@ void fipc_queue_members(struct fipc_queue *q) {
             if (epoch != fipc_load32_relaxed(&r->peers[i].granted)) {
                 grant(q, i, epoch);
             }
+            news = true;
             /* fails when it has left meanwhile: then members has changed again */
             fipc_cas32_seqcst(&r->peers[i].state, &state, FIPC_PEER_ACTIVE);
         }
@@ -395,10 +408,15 @@ void fipc_queue_members(struct fipc_queue *q) {
     q->everyone_left = gone == r->n_readers;
     fipc_store32_relaxed(&r->control->attached, alive); /* a hint for spinning */
     if (absent == 0 && !fipc_load32_relaxed(&r->control->ready)) {
+        news = true;
         fipc_store32_release(&r->control->ready, 1); /* E-set */
+        fipc_point("ready-stored");
         fipc_mem_unlink(&q->seg);
+        fipc_point("name-gone");
     }
-    fipc_queue_wake_readers(q); /* for wait_ready and for a replacement's grant */
+    if (news) { /* for wait_ready and for a replacement's grant; not at every probe */
+        fipc_queue_wake_readers(q);
+    }
 }
 
 static void evict(struct fipc_queue *q, uint32_t i) {
@@ -408,13 +426,16 @@ static void evict(struct fipc_queue *q, uint32_t i) {
     /* The owner is dead, so its line is free to be written: nobody who passes a target waits for
      * this cursor to pass it too. */
     fipc_store64_seqcst(&r->cursors[i].seq, FIPC_CURSOR_LEFT); /* R1 */
-    uint32_t state = fipc_load32_acquire(&r->peers[i].state);  /* P-state */
-    /* A later epoch is a replacement's, that has joined meanwhile: members admits it. */
+    fipc_point("evict-cursor");
+    uint32_t state = fipc_load32_acquire(&r->peers[i].state); /* P-state */
+    /* JOINING in a later epoch is a replacement, that has joined meanwhile: members admits it. But
+     * ACTIVE is the dead one's even then: its replacement died before it could say JOINING. */
     bool same =
         fipc_load32_relaxed(&r->peers[i].epoch) == fipc_load32_relaxed(&r->peers[i].granted);
-    if (same && (state == FIPC_PEER_ACTIVE || state == FIPC_PEER_JOINING)) {
+    if (state == FIPC_PEER_ACTIVE || (same && state == FIPC_PEER_JOINING)) {
         fipc_cas32_seqcst(&r->peers[i].state, &state, FIPC_PEER_DEAD);
     }
+    fipc_point("evicted");
     if (q->dead[i]) {
         q->dead[i] = 0;
         q->n_dead--;
@@ -461,6 +482,7 @@ static int probe_readers(struct fipc_queue *q, struct fipc_error *err) {
         name_peer(q, i, err);
         q->dead[i] = 1;
         q->n_dead++;
+        fipc_point("found-dead");
         if (q->evict) {
             evict(q, i);
             return FIPC_EVICTED;

@@ -40,6 +40,7 @@ static int have_pages(struct fipc_queue *q, uint32_t c, uint64_t need, struct fi
     uint64_t want = least(divide_up(need, step) * step, q->ring.chunk_stride);
     int rc = fipc_mem_reserve(&q->seg, chunk_offset(q, c) + have, want - have, err);
     if (rc == FIPC_OK) {
+        fipc_point("pages-reserved");
         q->resident += want - have;
         q->chunk_have[c] = want;
     }
@@ -362,6 +363,7 @@ int fipc_queue_loan(fipc_queue *q, uint64_t len, struct fipc_call *call, void **
     fipc_ring_begin(&q->ring);
     *ptr = chunk ? fipc_ring_chunk(&q->ring, q->loan.chunk)
                  : fipc_ring_inline(fipc_ring_slot(&q->ring));
+    fipc_point("loan-lent");
     return FIPC_OK;
 }
 
@@ -457,6 +459,7 @@ static int take_slot(struct fipc_queue *q, struct fipc_message *out) {
         rc = fipc_scatter_finish(&q->scatter, out);
     } else if (rc == FIPC_OK) {
         acknowledge(q, false);
+        fipc_point("part-taken");
         return TOOK_PART;
     }
     if (rc != FIPC_OK || last) {

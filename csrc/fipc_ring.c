@@ -1,6 +1,8 @@
 /* fipc_ring.c: see the table and the list of pairs in fipc_ring.h. */
 #include "fipc_ring.h"
 
+#include "fipc_test.h"
+
 void fipc_ring_bind(struct fipc_ring *r, void *base, const struct fipc_header *h) {
     char *b = base;
     r->header = base;
@@ -124,7 +126,9 @@ bool fipc_ring_publish(struct fipc_ring *r, const struct fipc_record *record) {
     if (record->flags & FIPC_SLOT_CHUNK) {
         r->chunk_until[record->chunk] = r->next;
     }
+    fipc_point("write-recorded");
     fipc_store64_seqcst(&slot->written, r->next); /* W1, D */
+    fipc_point("write-flagged");
     /* relaxed: for people and statistics */
     fipc_store64_relaxed(&r->control->head, r->next);
     fipc_store64_relaxed(&r->control->messages, r->messages);
@@ -187,7 +191,8 @@ bool fipc_ring_ack(struct fipc_ring *r, bool last) {
         fipc_store64_relaxed(&mine->messages, r->messages); /* for statistics */
     }
     step(r);
-    fipc_store64_seqcst(&mine->seq, seq);                                    /* R1, M, T */
+    fipc_store64_seqcst(&mine->seq, seq); /* R1, M, T */
+    fipc_point("ack-stored");
     if (!(fipc_load32_seqcst(&r->control->room_bell) & FIPC_BELL_SLEEPER)) { /* M */
         return false;
     }

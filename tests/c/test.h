@@ -56,6 +56,7 @@ static unsigned test_watchdog_s = 300; /* per case: a hang, never a slow machine
 static const char *volatile test_name = "(none)";
 static bool test_skipped;
 static uint64_t test_random_state;
+static uint64_t test_first_seed = 1; /* FIPC_TEST_SEED */
 
 /* ---- checks ------------------------------------------------------------------------------- */
 
@@ -144,6 +145,8 @@ static inline uint64_t test_log_uniform(uint64_t random, uint64_t max) {
     uint64_t high = low <= max / 2 ? 2 * low - 1 : max;
     return low + test_mix(random) % (high - low + 1);
 }
+
+static inline uint64_t test_random_seed(void) { return test_first_seed; }
 
 /* ---- waiting, processes ------------------------------------------------------------------- */
 
@@ -258,13 +261,14 @@ static inline int test_main(const struct test_case *cases, size_t n, const char 
     const char *watchdog = getenv("FIPC_TEST_WATCHDOG");
     test_watchdog_s = watchdog != NULL ? (unsigned)atoi(watchdog) : test_watchdog_s;
     const char *seed = getenv("FIPC_TEST_SEED");
-    uint64_t first = seed != NULL ? strtoull(seed, NULL, 0) : 1;
+    test_first_seed = seed != NULL ? strtoull(seed, NULL, 0) : 1;
     for (size_t i = 0; i < n; i++) {
         if (only != NULL && strstr(cases[i].name, only) == NULL) {
             continue;
         }
         test_name = cases[i].name;
-        test_random_state = first << 32 | i; /* so that a case alone does what it does in company */
+        test_random_state =
+            test_first_seed << 32 | i; /* so that a case alone does what it does in company */
         unsigned fds = test_open_fds();
         struct timespec begin, end;
         clock_gettime(CLOCK_MONOTONIC, &begin);

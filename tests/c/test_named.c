@@ -321,8 +321,9 @@ static void make_file(const char *name, const void *bytes, size_t n, bool old) {
 static unsigned seen_count;
 static char seen_path[FIPC_PATH_BYTES];
 
-static void seen(void *ctx, const char *path) {
+static void seen(void *ctx, const char *path, int sys_errno) {
     CHECK(ctx == &seen_count);
+    CHECK_EQ(sys_errno, 0);
     seen_count++;
     snprintf(seen_path, sizeof seen_path, "%s", path);
 }
@@ -354,8 +355,11 @@ static void sweeping(void) {
     CHECK(mkdir(in_dir("fastipc-1123456789abcdef0123456789abcdef"), 0700) == 0);
     CHECK(symlink("something", in_dir("fastipc-2123456789abcdef0123456789abcdef")) == 0);
     CHECK(mkfifo(in_dir("fastipc-3123456789abcdef0123456789abcdef"), 0600) == 0);
-    /* unfinished ones */
-    make_file(".fastipc-4123456789abcdef0123456789abcdef", zeros, sizeof zeros, false);
+    make_file("fastipc-0123456789ABCDEF0123456789ABCDEF", &h, sizeof h, true);
+    /* one that is being made, by whoever has its lock, however old it is */
+    make_file(".fastipc-4123456789abcdef0123456789abcdef", zeros, sizeof zeros, true);
+    int maker = open(in_dir(".fastipc-4123456789abcdef0123456789abcdef"), O_RDWR | O_CLOEXEC);
+    CHECK_RC(fipc_lock_byte_take(maker, FIPC_WRITER_LOCK), FIPC_OK);
     pid_t theirs_pid =
         test_fork(writer_that_dies, &theirs); /* another user's; root alone can tell */
     CHECK_KILLED(theirs_pid);
@@ -379,8 +383,15 @@ static void sweeping(void) {
     CHECK(access(seen_path, F_OK) != 0);
     CHECK_EQ(files(), others);
 
-    make_file(".fastipc-5123456789abcdef0123456789abcdef", zeros, sizeof zeros, true);
-    CHECK_EQ(fipc_sweep(dir, false, NULL, NULL), 1); /* old and unfinished */
+    close(maker); /* dead now; and the file, however young, is in nobody's hands */
+    make_file(".fastipc-5123456789abcdef0123456789abcdef", zeros, sizeof zeros, false);
+    CHECK_EQ(fipc_sweep(dir, true, NULL, NULL), 2);
+    int sweeper = open(in_dir(".fastipc-5123456789abcdef0123456789abcdef"), O_RDWR | O_CLOEXEC);
+    CHECK_RC(fipc_lock_byte_take(sweeper, FIPC_SWEEP_LOCK), FIPC_OK);
+    CHECK_EQ(fipc_sweep(dir, false, NULL, NULL), 1); /* the other is another sweeper's */
+    close(sweeper);
+    CHECK_EQ(fipc_sweep(dir, false, NULL, NULL), 1);
+    others--;
     CHECK_EQ(files(), others);
 
     pid = test_fork(writer_that_dies, &c); /* the next creation sweeps too */
@@ -511,6 +522,203 @@ static void readers_in_another_pid_namespace_attach_by_name(void) {
     with_tmpfs(1024, CLONE_NEWPID, readers_abroad);
 }
 
+static void writer_abroad(void *arg) {
+    struct abroad *a = arg;
+    fipc_queue *w = peers_create(&a->c);
+    a->address = peers_address(w);
+    fipc_store32_release(&a->phase, 1);
+    for (uint64_t seq = 1; seq <= 3; seq++) {
+        peers_put(w, seq, 5000);
+    }
+    fipc_store32_release(&a->phase, 2);
+    for (;;) {
+        pause();
+    }
+}
+
+static void writers_abroad(void) {
+    struct abroad *a = test_share(sizeof *a);
+    a->c = named(2);
+    a->c.ops = &peers_fast;
+    fflush(NULL);
+    pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        writer_abroad(a);
+    }
+    UNTIL(fipc_load32_acquire(&a->phase) >= 1);
+    CHECK_EQ(a->address.pid, 1); /* another process has that number here */
+    fipc_queue *r = peers_attach_at(&a->address, 0, &a->c);
+    for (uint64_t seq = 1; seq <= 3; seq++) {
+        peers_get(r, seq, 5000);
+    }
+    struct fipc_message m;
+    struct fipc_error err;
+    UNTIL(fipc_load32_acquire(&a->phase) == 2);
+    CHECK_RC(peers_recv(r, peers_fast_now(NULL) + 2 * FIPC_S, &m, &err), FIPC_TIMEOUT);
+    CHECK_EQ(fipc_sweep(dir, false, NULL, NULL), 0); /* its lock holds here, too */
+    struct fipc_address unnamed = a->address;        /* what a memfd's would say */
+    unnamed.path[0] = 0;
+    fipc_queue *lost;
+    int rc = peers_try_attach(&lost, &unnamed, 1, &a->c, &err);
+    CHECK(rc == FIPC_GONE || rc == FIPC_MISMATCH);
+    if (strstr(err.text, "PID namespace") == NULL) {
+        FAIL("the remedy isn't named: %s", err.text);
+    }
+    kill(pid, SIGKILL);
+    CHECK_KILLED(pid);
+    CHECK_RC(peers_recv(r, FIPC_FOREVER, &m, &err), FIPC_PEER_DIED); /* though pid 1 lives */
+    CHECK_EQ(err.pid, 1);
+    fipc_queue_free(r);
+    CHECK_EQ(fipc_sweep(dir, false, NULL, NULL), 1);
+    test_unshare(a, sizeof *a);
+}
+
+static void a_writer_in_another_pid_namespace_is_alive_by_its_lock(void) {
+    with_tmpfs(1024, CLONE_NEWPID, writers_abroad);
+}
+
+/* ---- a pid that is used again -------------------------------------------------------------- */
+
+/* Forks a process that gets this very number; only where all forks are ours. */
+static pid_t fork_as(pid_t pid, void (*fn)(void *), void *arg) {
+    char text[16];
+    snprintf(text, sizeof text, "%d", (int)pid - 1);
+    if (!write_file("/proc/sys/kernel/ns_last_pid", text)) {
+        fprintf(stderr, "ns_last_pid: %s\n", strerror(errno));
+        _exit(CAN_NOT);
+    }
+    CHECK_EQ(test_fork(fn, arg), pid);
+    return pid;
+}
+
+static void attaches_and_reads(void *arg) {
+    struct abroad *a = arg;
+    fipc_queue *r = peers_attach_at(&a->address, 0, &a->c);
+    fipc_store32_release(&a->phase, 1);
+    for (;;) {
+        struct fipc_message m;
+        struct fipc_error err;
+        CHECK_RC(peers_recv(r, FIPC_FOREVER, &m, &err), FIPC_OK);
+        fipc_message_clear(&m);
+        fipc_add32_acqrel(&a->go, 1);
+    }
+}
+
+static void makes_another_queue(void *arg) {
+    struct abroad *a = arg;
+    struct fipc_config c = peers_config(2);
+    fipc_queue *w = peers_create(&c);
+    a->address = peers_address(w);
+    fipc_store32_release(&a->phase, 1);
+    for (;;) {
+        pause();
+    }
+}
+
+static void idles(void *arg) {
+    fipc_store32_release(&((struct abroad *)arg)->phase, 1);
+    for (;;) {
+        pause();
+    }
+}
+
+static int send_until_told(fipc_queue *w, struct fipc_error *err) {
+    int rc;
+    while ((rc = peers_send(w, "x", 1, 0, FIPC_FOREVER, err)) == FIPC_OK) {
+        test_nap();
+    }
+    return rc;
+}
+
+static void pids_again(void *arg) {
+    (void)arg;
+    CHECK_EQ(getpid(), 1);
+    if (unshare(CLONE_NEWNS) != 0 || mount("proc", "/proc", "proc", 0, NULL) != 0) {
+        fprintf(stderr, "mounting /proc: %s\n", strerror(errno));
+        _exit(CAN_NOT);
+    }
+    struct abroad *a = test_share(sizeof *a);
+    struct fipc_error err;
+    /* a reader's pid: taken by a process that does nothing, and then by its replacement */
+    a->c = peers_config(1);
+    a->c.ops = &peers_fast;
+    fipc_queue *w = peers_create(&a->c);
+    a->address = peers_address(w);
+    pid_t pid = test_fork(attaches_and_reads, a);
+    UNTIL(fipc_load32_acquire(&a->phase));
+    for (int again = 0; again < 2; again++) {
+        CHECK_RC(peers_send(w, "x", 1, 0, FIPC_FOREVER, &err), FIPC_OK);
+        UNTIL(fipc_load32_acquire(&a->go));
+        kill(pid, SIGKILL);
+        CHECK_KILLED(pid);
+        fipc_store32_release(&a->phase, 0);
+        fork_as(pid, idles, a);
+        UNTIL(fipc_load32_acquire(&a->phase));
+        CHECK(kill(pid, 0) == 0);
+        CHECK_RC(send_until_told(w, &err), FIPC_PEER_DIED);
+        CHECK_EQ(err.pid, pid);
+        kill(pid, SIGKILL);
+        CHECK_KILLED(pid);
+        fipc_store32_release(&a->phase, 0);
+        fipc_store32_release(&a->go, 0);
+        fork_as(pid, attaches_and_reads, a);
+        UNTIL(fipc_load32_acquire(&a->phase));
+    }
+    kill(pid, SIGKILL);
+    CHECK_KILLED(pid);
+    fipc_queue_free(w);
+    /* a writer's: taken by the writer of another queue, that lies at the same descriptor */
+    fipc_store32_release(&a->phase, 0);
+    pid = test_fork(makes_another_queue, a);
+    UNTIL(fipc_load32_acquire(&a->phase));
+    struct fipc_address old = a->address;
+    fipc_queue *r = peers_attach_at(&old, 0, &a->c);
+    kill(pid, SIGKILL);
+    CHECK_KILLED(pid);
+    fipc_store32_release(&a->phase, 0);
+    fork_as(pid, makes_another_queue, a);
+    UNTIL(fipc_load32_acquire(&a->phase));
+    CHECK_EQ(a->address.pid, old.pid);
+    CHECK_EQ(a->address.fd, old.fd);
+    struct fipc_message m;
+    CHECK_RC(peers_recv(r, FIPC_FOREVER, &m, &err), FIPC_PEER_DIED);
+    CHECK_EQ(err.pid, pid);
+    fipc_queue *lost;
+    CHECK_RC(peers_try_attach(&lost, &old, 1, &a->c, &err), FIPC_MISMATCH);
+    fipc_queue_free(r);
+    r = peers_attach_at(&a->address, 0, &a->c); /* the new one's own readers come to it */
+    fipc_queue_free(r);
+    kill(pid, SIGKILL);
+    CHECK_KILLED(pid);
+    test_unshare(a, sizeof *a);
+}
+
+static void pids_used_again(void) { /* the next process is the first of its namespace */
+    fflush(NULL);
+    pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid == 0) {
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
+        alarm(test_watchdog_s);
+        unsigned fds = test_open_fds();
+        pids_again(NULL);
+        CHECK_EQ(test_open_fds(), fds);
+        fflush(NULL);
+        _exit(0);
+    }
+    int status = test_wait_status(pid);
+    if (WIFEXITED(status) && WEXITSTATUS(status) == CAN_NOT) {
+        _exit(CAN_NOT);
+    }
+    CHECK_EQ(status, 0);
+}
+
+static void a_pid_that_is_used_again_is_not_taken_for_the_dead(void) {
+    with_tmpfs(1024, CLONE_NEWPID, pids_used_again);
+}
+
 static const struct test_case cases[] = {
     {"a ring of 8 MiB in a tmpfs of 1 MiB is no space",
      a_ring_of_8_mib_in_a_tmpfs_of_1_mib_is_no_space},
@@ -522,6 +730,10 @@ static const struct test_case cases[] = {
     {"a directory that can not be used is said", a_directory_that_can_not_be_used_is_said},
     {"readers in another PID namespace attach by name",
      readers_in_another_pid_namespace_attach_by_name},
+    {"a writer in another PID namespace is alive by its lock",
+     a_writer_in_another_pid_namespace_is_alive_by_its_lock},
+    {"a pid that is used again is not taken for the dead",
+     a_pid_that_is_used_again_is_not_taken_for_the_dead},
 };
 
 TEST_MAIN(cases)
