@@ -8,6 +8,8 @@ Every part below runs in processes of its own until the time is over, and checks
     local    a writer and two readers, sizes from nothing to several chunks
     remote   a writer and a reader over TCP, encrypted
     codec    a client and a server over ZMQ sockets, messages with arrays, by the msgpack codec
+    engine   an engine core in its process and its client, several requests at a time, some of which
+             are aborted, with utility calls between
     churn    queues that are made, attached to, used and closed, with and without a name, and
              children that are forked meanwhile
 
@@ -29,6 +31,7 @@ when nothing failed. `--leak KIND` leaks on purpose: such a run must fail.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import multiprocessing
 import os
@@ -53,6 +56,7 @@ from workers import Pattern
 import fastipc
 from fastipc import MessageQueue
 from fastipc.codec import MsgpackDecoder, MsgpackEncoder
+from fastipc.engine import EngineClient, EngineCore
 
 # Growth of one process's memory in the judged part of the run. A page now and then is the
 # allocator's; a leak of one small object per message is a hundred times as much in 20 minutes.
@@ -96,6 +100,10 @@ class Job:
 
     def give(self, value: Any) -> None:
         self._connection.send(("value", value))
+
+    def also(self, pids: dict[str, int]) -> None:
+        """Processes of this one's own, which are to be looked at too."""
+        self._connection.send(("also", pids))
 
     def take(self) -> Any:
         return self._connection.recv()
@@ -190,6 +198,81 @@ def codec_client(job: Job) -> None:
     context.term()
 
 
+class Work(msgspec.Struct):
+    request_id: str
+    number: int
+    steps: int
+    payload: np.ndarray
+
+
+class Output(msgspec.Struct):
+    request_id: str
+    step: int
+    payload: np.ndarray
+    finished: bool = False
+
+
+class EchoCore(EngineCore):
+    """Sends a request's array back at each of its steps."""
+
+    request_type = Work
+    output_type = Output
+
+    def __init__(self, config: Any = None, *, index: int = 0) -> None:
+        super().__init__(config, index=index)
+        self.running: dict[str, list[Any]] = {}
+
+    def add_request(self, request: Work) -> None:
+        self.running[request.request_id] = [request, 0]
+
+    def abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            del self.running[request_id]
+
+    def has_work(self) -> bool:
+        return bool(self.running)
+
+    def step(self) -> list[Output]:
+        outputs = []
+        for request_id, entry in list(self.running.items()):
+            request, step = entry
+            entry[1] += 1
+            finished = entry[1] == request.steps
+            outputs.append(Output(request_id, step, request.payload, finished))
+            if finished:
+                del self.running[request_id]
+        return outputs
+
+    def count(self, numbers: list[int]) -> int:
+        return sum(numbers)
+
+
+def engine_client(job: Job) -> None:
+    pattern = Pattern(4, 64 << 10)
+    with EngineClient.launch(EchoCore, timeout=120) as client:
+        job.also({f"engine {i}": engine.pid for i, engine in client.engines.items()})
+        i = 0
+        while not job.over():
+            works = []
+            for _ in range(8):
+                number, payload = pattern.make(4 * i)
+                works.append(Work(f"r{i}", number, 1 + i % 7, payload))
+                i += 1
+            streams = [client.add_request(work) for work in works]
+            for work, stream in zip(works, streams, strict=True):
+                steps = 0
+                for output in stream:
+                    assert (output.request_id, output.step) == (work.request_id, steps)
+                    assert np.array_equal(output.payload, work.payload)
+                    steps += 1
+                    if work.number % 5 == 4:
+                        stream.abort()
+                assert steps == work.steps or work.number % 5 == 4
+            assert client.call("count", [1, 2, i], timeout=60) == 3 + i
+            job.count(len(works))
+            time.sleep(job.pause / 2)
+
+
 _leaked: list[Any] = []
 
 
@@ -259,6 +342,7 @@ def parts(directory: str, leaks: Sequence[str]) -> dict[str, list[tuple[str, Any
             ("remote reader", queue_reader, (0,)),
         ],
         "codec": [("codec server", codec_server, ()), ("codec client", codec_client, ())],
+        "engine": [("engine client", engine_client, ())],
         "churn": [("churn", churn, (directory, leaks))],
     }
 
@@ -429,8 +513,13 @@ def plot(path: str, times: Sequence[float], series: dict[tuple[str, str], list[f
     axes[0, 0].legend(fontsize=7, ncols=2)
     for axis in axes[-1]:
         axis.set_xlabel("minutes (grey: not judged)")
-    figure.savefig(path, dpi=72, pil_kwargs={"optimize": True})
+    whole = io.BytesIO()
+    figure.savefig(whole, dpi=72)
     pyplot.close(figure)
+    from PIL import Image  # matplotlib needs it as well
+
+    # with a palette it is a third as large, and looks the same
+    Image.open(whole).convert("RGB").quantize(64).save(path, optimize=True)
 
 
 # ---- the run -----------------------------------------------------------------------------------
@@ -449,6 +538,7 @@ class Run:
         self.progress: dict[str, float] = {}
         self.ended: set[str] = set()
         self.values: dict[str, Any] = {}
+        self.others: dict[str, int] = {}  # children of the processes, by name
 
     def _start(self, part: list[tuple[str, Any, tuple]]) -> None:
         first = part[0][0]
@@ -482,6 +572,8 @@ class Run:
                 continue
             if kind == "done":
                 self.done[name], self.progress[name] = value, time.monotonic()
+            elif kind == "also":
+                self.others.update(value)
             elif kind == "value":
                 self.values[name] = value
             elif kind == "ended":
@@ -511,7 +603,7 @@ class Run:
                 process.join()
 
     def _sample(self, watch: Watch, begun: float, data: Any) -> None:
-        pids = {name: process.pid for name, process in self.processes.items()}
+        pids = {name: process.pid for name, process in self.processes.items()} | self.others
         at = time.monotonic() - begun
         try:
             seen = watch.look(at, pids)
@@ -538,6 +630,8 @@ class Run:
             chosen = parts(named, leaks)
             for part in a.parts.split(",") if a.parts else chosen:
                 self._start(chosen[part])
+            while not self.failures and any(n == 0 for n in self.done.values()):
+                self._hear(1.0)  # all have begun, so every series begins with the first sample
             begun = time.monotonic()
             every = max(0.25, self.seconds / SAMPLES)
             due = begun + every
@@ -585,6 +679,24 @@ class Run:
         print("flat" if not self.failures else "not flat")
 
 
+def replay(path: str, picture: str | None) -> int:
+    """Judges, and plots, the samples that another run has stored."""
+    watch = Watch("", "")
+    with open(path) as lines:
+        for line in lines:
+            sample = json.loads(line)
+            at = sample.pop("seconds")
+            del sample["done"]
+            watch.add(at, sample)
+    grown = judge(watch.times, watch.series)
+    for sentence in grown:
+        print(f"FAILED {sentence}")
+    print("flat" if not grown else "not flat")
+    if picture:
+        plot(picture, watch.times, watch.series)
+    return 1 if grown else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.soak", description=__doc__.split("\n")[0]
@@ -594,6 +706,7 @@ def main() -> int:
     length.add_argument("--hours", type=float)
     parser.add_argument("--plot", help="a PNG of all series (needs matplotlib: the extra bench)")
     parser.add_argument("--data", help="all samples, a JSON object a line, as they are taken")
+    parser.add_argument("--replay", metavar="DATA", help="judge and plot what --data has stored")
     parser.add_argument("--parts", help="only these, with commas between")
     parser.add_argument("--leak", choices=[*LEAKS, "all"], help="leak on purpose, in churn")
     parser.add_argument(
@@ -602,6 +715,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.hours is not None:
         arguments.minutes = arguments.hours * 60
+    if arguments.replay:
+        return replay(arguments.replay, arguments.plot)
     # Ended by kill: the processes are told, and what was made is removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     return Run(arguments)()

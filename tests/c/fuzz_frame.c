@@ -171,12 +171,43 @@ static void check_pieces(struct input *in) {
     free(joined);
 }
 
+/* A frame as the input describes it: mostly one that fits, or nearly. */
+static void check_described(struct input *in) {
+    static uint64_t frame[(1 << 16) / 8];
+    uint8_t *bytes = (uint8_t *)frame;
+    uint8_t count = input_byte(in) % 40;
+    uint64_t at = 8 * (count + UINT64_C(1));
+    frame[0] = count;
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t len = input_size(in, FIPC_ALIGN);
+        frame[i + 1] = len;
+        at = padded(at) + (len <= sizeof frame ? len : 0);
+        at = at < sizeof frame ? at : sizeof frame;
+    }
+    uint8_t how = input_byte(in);
+    uint64_t size = at + (how % 8 == 0 ? 4u : how % 8u) - 4; /* 3 too few to 3 too many */
+    if (how & 8) {
+        size = input_number(in, 2);
+    }
+    size = size < sizeof frame ? size : sizeof frame;
+    if (how & 16) { /* a number in the head becomes another */
+        uint64_t word = input_byte(in) % (count + UINT64_C(1));
+        frame[word] = input_size(in, size);
+    }
+    for (uint64_t i = 8 * (count + UINT64_C(1)); i < size; i++) {
+        bytes[i] = (uint8_t)test_mix(i);
+    }
+    check_split(bytes, size, false, how);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     struct input in = {data, data + size};
     uint8_t kind = input_byte(&in);
     bool bare = (kind & 4) != 0;
     if (kind % 4 == 0) {
         check_pieces(&in);
+    } else if (kind % 4 == 3) {
+        check_described(&in);
     } else if (kind % 4 == 1) {
         uint64_t total = input_size(&in, (uint64_t)(in.end - in.at));
         check_wrong_total(in.at, (uint64_t)(in.end - in.at), total, bare, kind);

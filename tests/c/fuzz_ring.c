@@ -154,38 +154,60 @@ static void read_one(struct world *w, struct input *in, unsigned r, bool peek) {
     CHECK(w->hostile || rc == FIPC_WOULD_BLOCK || (peek && rc == FIPC_INVALID));
 }
 
-/* What a peer may write: all that it maps. */
+/* A number that a peer may claim: about a limit, what a message now has, or any. */
+static uint64_t claim(const struct world *w, struct input *in) {
+    const uint64_t next = w->writer->ring.next;
+    const uint64_t limits[] = {INLINE, CHUNK, next, next - SLOTS, CHUNKS, SLOTS, 1 << 20, 0};
+    uint8_t kind = input_byte(in);
+    return kind & 128 ? input_number(in, 8) : input_size(in, limits[kind % 8]);
+}
+
+/* The record of a slot that is about to be read, one field of it or two. */
+static void scribble_record(struct world *w, struct input *in) {
+    struct fipc_ring *r = &w->writer->ring;
+    uint8_t kind = input_byte(in);
+    uint64_t seq = kind & 128 ? r->next - 1 : w->reader[kind & 1]->ring.next;
+    struct fipc_slot *slot = (void *)(r->slots + (seq - 1) % SLOTS * r->slot_stride);
+    for (unsigned i = 0; i <= (kind >> 6 & 1); i++) {
+        switch (kind >> (1 + 3 * i) & 7) {
+        case 0: slot->flags = input_byte(in) % 16; break;
+        case 1: slot->len = claim(w, in); break;
+        case 2: slot->total = claim(w, in); break;
+        case 3: slot->offset = claim(w, in); break;
+        case 4: slot->chunk = (uint32_t)claim(w, in); break;
+        case 5: slot->message = claim(w, in); break;
+        case 6: slot->flags ^= FIPC_SLOT_CHUNK; break;
+        default: fipc_store64_relaxed(&slot->written, seq); break;
+        }
+    }
+    w->hostile = true;
+}
+
+/* What else a peer may write: all that it maps. */
 static void scribble(struct world *w, struct input *in) {
     fipc_queue *q = w->writer;
     struct fipc_ring *r = &q->ring;
-    char *base = q->seg.base;
     uint8_t where = input_byte(in);
-    char *p;
-    uint64_t room;
+    char *p = q->seg.base;
+    uint64_t room = q->seg.bytes;
     switch (where % 8) {
-    case 0:
+    case 0: /* the front of a payload: a frame's head */
     case 1:
-    case 2: /* the records: most of what a reader believes */
-        p = r->slots + where / 8 % SLOTS * r->slot_stride;
-        room = sizeof(struct fipc_slot);
-        break;
-    case 3: /* the front of a payload: a frame's head */
         p = r->slots + where / 8 % SLOTS * r->slot_stride + sizeof(struct fipc_slot);
         room = 64;
         break;
+    case 2: p = fipc_ring_chunk(r, where / 8 % CHUNKS), room = 64; break;
+    case 3: p = r->slots + where / 8 % SLOTS * r->slot_stride, room = FIPC_LINE; break;
     case 4: p = (char *)r->control, room = sizeof *r->control; break;
     case 5: p = (char *)r->cursors, room = READERS * sizeof *r->cursors; break;
     case 6: p = (char *)r->peers, room = (READERS + 1) * sizeof *r->peers; break;
-    default: p = base, room = q->seg.bytes; break;
+    default: break;
     }
     uint64_t words = 1 + input_byte(in) % 4;
     for (uint64_t i = 0; i < words; i++) {
-        uint64_t at = input_number(in, room > 256 * 4 ? 2 : 1) * 4 % room / 4 * 4;
-        uint64_t limits[] = {INLINE, CHUNK, r->next, r->next - SLOTS, CHUNKS, SLOTS, 1 << 20};
-        uint8_t kind = input_byte(in);
-        uint64_t v =
-            kind & 128 ? input_number(in, 8) : input_size(in, limits[kind % (sizeof limits / 8)]);
-        memcpy(p + at, &v, kind & 64 || room - at < 8 ? 4 : 8);
+        uint64_t at = input_number(in, room > 1024 ? 2 : 1) * 8 % room;
+        uint64_t v = claim(w, in);
+        memcpy(p + at, &v, 8);
     }
     w->hostile = true;
 }
@@ -242,7 +264,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         case 8: read_one(&w, &in, r, true); break;
         case 9: ask(&w, &in); break;
         case 10: lend(&w, &in); break;
-        default: scribble(&w, &in); break;
+        case 11:
+        case 12: scribble(&w, &in); break;
+        default: scribble_record(&w, &in); break;
         }
     }
     for (unsigned r = 0; r < READERS; r++) {
