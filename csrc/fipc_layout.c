@@ -34,7 +34,8 @@ static uint64_t round_up(uint64_t v, uint64_t to) { return (v + to - 1) / to * t
 
 int fipc_layout_plan(struct fipc_header *h) {
     const uint64_t limit = UINT64_C(1) << 46; /* half of what a 48-bit address space can map */
-    if (h->chunk_bytes > limit || h->n_chunks == 0 || h->n_slots < 2) {
+    /* (chunks of no bytes would let n_chunks be any number in a small file) */
+    if (h->chunk_bytes == 0 || h->chunk_bytes > limit || h->n_chunks == 0 || h->n_slots < 2) {
         return FIPC_INVALID;
     }
     memcpy(h->magic, FIPC_MAGIC, sizeof h->magic);

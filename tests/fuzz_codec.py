@@ -2,11 +2,11 @@
 
 import random
 import sys
-from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
+from fuzzing import Watch, corpus, mutate, resident_bytes, shown
 
 from fastipc.codec import MsgpackDecoder, MsgpackEncoder, UtilityResult, register
 from fastipc.errors import DecodeError
@@ -82,40 +82,8 @@ bases = [
 ]
 for base in bases:
     decoder.decode(base)
-NASTY = bytes.fromhex("007f8090 91939fa0 c0c1c4c7 c9cacbcf d3d4d9dc dddedfff")
-
-
-def mutate(rng, frames):
-    frames = list(frames)
-    for _ in range(rng.choice([1, 1, 1, 2, 3, 8])):
-        i = rng.randrange(len(frames)) if rng.random() < 0.3 else 0
-        f = bytearray(frames[i])
-        at = rng.randrange(len(f) + 1)
-        kind = rng.randrange(9)
-        if kind == 0:
-            f = f[:at]
-        elif kind == 1:
-            f[at:at] = bytes(rng.choices(NASTY, k=rng.randrange(1, 9)))
-        elif kind == 2 and f:
-            f[at % len(f)] = rng.choice(NASTY)
-        elif kind == 3 and f:
-            f[at % len(f)] ^= 1 << rng.randrange(8)
-        elif kind == 4:
-            del f[at : at + rng.randrange(1, 9)]
-        elif kind == 5:
-            f[at:at] = f[: rng.randrange(len(f) + 1)]
-        elif kind == 6:
-            j = rng.randrange(len(frames))
-            frames[i], frames[j] = frames[j], frames[i]
-            continue
-        elif kind == 7:
-            frames.insert(rng.randrange(len(frames) + 1), frames[i])
-            continue
-        elif len(frames) > 1:
-            del frames[i]
-            continue
-        frames[i] = bytes(f)
-    return frames
+kept = corpus("codec")
+bases += kept
 
 
 def check(value, room):
@@ -144,60 +112,31 @@ def check(value, room):
     assert total <= room, (total, room)
 
 
-def rss():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-FORBIDDEN = (
-    "import",
-    "exec",
-    "compile",
-    "open",
-    "os.",
-    "subprocess.",
-    "socket.",
-    "pickle.",
-    "ctypes.dlopen",
-    "shutil.",
-)
-
-
 def main(count, seed):
-    events = []
-    watching = False
-
-    def hook(event, args):
-        if watching and event.startswith(FORBIDDEN):
-            events.append((event, str(args)[:200]))
-
-    sys.addaudithook(hook)
+    watch = Watch()
     rng = random.Random(seed)
     passed = refused = 0
     modules = set(sys.modules)
     before = None
     for n in range(count):
-        case = mutate(rng, rng.choice(bases))
+        case = kept[n] if n < len(kept) else mutate(rng, rng.choice(bases))
         received = [bytearray(f) if n % 2 else f for f in case]
-        watching = True
-        try:
-            for d in (decoder, untyped):
-                value = d.decode(received)
-                check(value, sum(map(len, received)))
-            passed += 1
-        except DecodeError:
-            refused += 1
-        except BaseException as error:
-            print(
-                "case", n, "seed", seed, [f.hex()[:400] for f in case], repr(error), file=sys.stderr
-            )
-            raise
-        finally:
-            watching = False
-        value = None
+        for d in (decoder, untyped):
+            try:
+                with watch:
+                    value = d.decode(received)
+                    check(value, sum(map(len, received)))
+                passed += 1
+            except DecodeError:
+                refused += 1
+            except BaseException:
+                print(f"case {n} of seed {seed}: {shown(case)}", file=sys.stderr)
+                raise
+            value = None
         if n == count // 4:
-            before = rss()
-    grown = rss() - before
-    assert not events, events[:5]
+            before = resident_bytes()
+    grown = resident_bytes() - before
+    assert not watch.events, watch.events[:5]
     assert set(sys.modules) == modules, set(sys.modules) - modules
     assert grown < 16 << 20, grown
     assert refused > count // 3, (passed, refused)

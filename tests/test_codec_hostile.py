@@ -214,16 +214,15 @@ def test_deep_and_truncated_structures() -> None:
                 MsgpackDecoder(type).decode(main)
 
 
-FUZZ = Path(__file__).with_name("fuzz_codec.py")
-
-
-@pytest.mark.timeout(3600 if NIGHTLY else 120)
+@pytest.mark.timeout(7200 if NIGHTLY else 120)
 @pytest.mark.parametrize("seed", range(4 if NIGHTLY else 2))
-def test_fuzz(seed: int) -> None:
+@pytest.mark.parametrize("target", ["codec", "words"])
+def test_fuzz(target: str, seed: int) -> None:
     count = 250_000 if NIGHTLY else 10_000
+    fuzz = Path(__file__).with_name(f"fuzz_{target}.py")
     path = os.pathsep.join([os.path.dirname(__file__), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-W", "error", str(FUZZ), str(count), str(seed)],
+        [sys.executable, "-X", "faulthandler", "-W", "error", str(fuzz), str(count), str(seed)],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

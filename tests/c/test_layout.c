@@ -1,57 +1,7 @@
-/* The layout: a plan fits and doesn't overlap; what can't be such a plan is never accepted.
- *
- * The oracle (why_not) computes in 128 bits, so that it can't make the mistake of wrapping. It
- * doesn't repeat the plan: it only says what any layout must fulfil for every access to be inside
- * the file.
- */
+/* The layout: a plan fits and doesn't overlap; what can't be such a plan is never accepted. */
 #include "test.h"
 
-#include "fipc_layout.h"
-
-__extension__ typedef unsigned __int128 u128;
-
-#define LIMIT ((u128)1 << 47) /* user address space of a 48-bit machine */
-
-static u128 slots_end(const struct fipc_header *h) {
-    return h->off_slots + (u128)h->n_slots * h->slot_stride;
-}
-
-/* NULL, or what is wrong with it. */
-static const char *why_not(const struct fipc_header *h, uint64_t file_bytes) {
-    if (h->n_readers < 1 || h->n_readers > FIPC_MAX_READERS || h->n_slots < 2 || h->n_chunks < 1) {
-        return "a number is out of range";
-    }
-    if (h->inline_bytes > h->chunk_bytes) {
-        return "a slot holds more than a chunk";
-    }
-    if (h->off_control < sizeof *h || h->off_control % FIPC_LINE != 0 ||
-        h->off_peers < (u128)h->off_control + sizeof(struct fipc_control)) {
-        return "the control lines overlap a neighbour";
-    }
-    if (h->off_peers % FIPC_LINE != 0 ||
-        h->off_cursors < h->off_peers + (u128)(h->n_readers + 1) * sizeof(struct fipc_peer)) {
-        return "the peers overlap the cursors";
-    }
-    if (h->off_cursors % (2 * FIPC_LINE) != 0 ||
-        h->off_slots < h->off_cursors + (u128)h->n_readers * sizeof(struct fipc_cursor)) {
-        return "the cursors overlap the slots";
-    }
-    if (h->off_slots % FIPC_LINE != 0 || h->slot_stride % FIPC_LINE != 0 ||
-        h->slot_stride < sizeof(struct fipc_slot) + (u128)h->inline_bytes) {
-        return "a slot overlaps the next";
-    }
-    if (h->off_chunks < slots_end(h)) {
-        return "the slots overlap the chunks";
-    }
-    if (h->off_chunks % FIPC_PAGE != 0 || h->chunk_stride % FIPC_PAGE != 0 ||
-        h->chunk_stride < h->chunk_bytes) {
-        return "a chunk overlaps the next";
-    }
-    if (h->total_bytes < h->off_chunks + (u128)h->n_chunks * h->chunk_stride) {
-        return "the last chunk ends beyond the total";
-    }
-    return h->total_bytes > file_bytes ? "the file is too short" : NULL;
-}
+#include "layout_oracle.h"
 
 static uint64_t any_size(uint64_t max) {
     switch (test_below(4)) {
@@ -115,8 +65,9 @@ static void a_plan_fits_and_does_not_overlap(void) {
         } else {
             CHECK_RC(rc, FIPC_INVALID);
             /* refused only for a reason; pages and lines add at most a factor of 4097 */
-            CHECK(h.n_slots < 2 || h.n_chunks < 1 || h.chunk_bytes > LIMIT / 4 ||
-                  least > LIMIT / 16384 || (u128)h.n_chunks * FIPC_PAGE > LIMIT / 16);
+            CHECK(h.n_slots < 2 || h.n_chunks < 1 || h.chunk_bytes < 1 ||
+                  h.chunk_bytes > LIMIT / 4 || least > LIMIT / 16384 ||
+                  (u128)h.n_chunks * FIPC_PAGE > LIMIT / 16);
         }
     }
     CHECK(planned > 1000);
@@ -141,6 +92,18 @@ static void sizes_that_wrap_are_refused(void) {
             }
         }
     }
+}
+
+/* What a reader allocates for each chunk is bounded by the file: a chunk has at least a page. */
+static void chunks_without_room_are_refused(void) {
+    struct fipc_header h = ordinary();
+    h.chunk_bytes = h.inline_bytes = 0;
+    h.n_chunks = UINT32_MAX;
+    CHECK_RC(fipc_layout_plan(&h), FIPC_INVALID);
+    h.chunk_stride = 0; /* all else as a plan with such chunks would have it */
+    h.slot_stride = sizeof(struct fipc_slot);
+    h.off_chunks = h.total_bytes = h.off_slots + (h.n_slots * h.slot_stride + 4095) / 4096 * 4096;
+    CHECK(!fipc_layout_valid(&h, h.total_bytes));
 }
 
 /* Accepted means at least harmless: a changed number of readers, say, may lie in the same pages. */
@@ -245,6 +208,7 @@ static void another_build_is_refused(void) {
 static const struct test_case cases[] = {
     {"a plan fits and does not overlap", a_plan_fits_and_does_not_overlap},
     {"sizes that wrap are refused", sizes_that_wrap_are_refused},
+    {"chunks without room are refused", chunks_without_room_are_refused},
     {"every flipped bit is refused or harmless", every_flipped_bit_is_refused_or_harmless},
     {"mutated and random headers are refused or harmless",
      mutated_and_random_headers_are_refused_or_harmless},
