@@ -27,10 +27,6 @@ _UNSENT_BATCHES = 64
 """Steps that the core may be ahead of the output thread: enough that neither waits for the other
 in turn, and few enough that outputs which nobody takes are noticed in time."""
 
-_PAUSED_FACTOR = 4
-"""A core that has paused a front end's requests may have made this many windows of outputs in the
-steps before it heard of it."""
-
 
 class Batch:
     """What a step made for one front end."""
@@ -73,7 +69,7 @@ class _Peer:
         self.backlog: deque[tuple[list[Any], int, int]] = deque()  # (frames, number, bytes)
         self.backlog_bytes = 0
         self.overrun = False
-        self.paused = False
+        self.limit: int | None = None  # bytes of backlog; None until the core has answered a stall
 
 
 class Outbox(threading.Thread):
@@ -106,9 +102,9 @@ class Outbox(threading.Thread):
     def credit(self, client: int, epoch: int, number: int) -> None:
         self._inbox.put(("credit", client, (epoch, number)))
 
-    def paused(self, client: int) -> None:
-        """The core makes no outputs for this front end any more, but those that it had made."""
-        self._inbox.put(("paused", client, None))
+    def stalled(self, client: int, paused: bool) -> None:
+        """The answer to a "stall": whether the core has stopped making outputs for it."""
+        self._inbox.put(("stalled", client, paused))
 
     def connect(self, client: int, socket: Any) -> None:
         """Hand over the PUSH socket to a front end; the one before it is closed here."""
@@ -177,9 +173,12 @@ class Outbox(threading.Thread):
             if old is not None:
                 old.socket.close(linger=0)
             self._peers[client] = _Peer(item)
-        elif what == "paused":
-            if client in self._peers:
-                self._peers[client].paused = True
+        elif what == "stalled":
+            peer = self._peers.get(client)
+            if peer is not None and peer.backlog:
+                # What was made before the core heard of it is no fault of a core that has paused.
+                peer.limit = self._window + (peer.backlog_bytes if item else 0)
+                self._look_at_limit(client, peer)
         elif what == "epoch":
             if client in self._peers:
                 self._peers[client].start(item)
@@ -234,8 +233,10 @@ class Outbox(threading.Thread):
             self._tell("stall", client)
         peer.backlog.append((frames, peer.number, size))
         peer.backlog_bytes += size
-        limit = self._window * (_PAUSED_FACTOR if peer.paused else 1)
-        if peer.backlog_bytes > limit and not peer.overrun:
+        self._look_at_limit(client, peer)
+
+    def _look_at_limit(self, client: int, peer: _Peer) -> None:
+        if peer.limit is not None and peer.backlog_bytes > peer.limit and not peer.overrun:
             peer.overrun = True
             self._tell("overrun", client)
 
@@ -255,7 +256,8 @@ class Outbox(threading.Thread):
             peer.backlog_bytes -= size
             self._transmit(peer, frames, at, size)
         if not peer.backlog:
-            peer.overrun = peer.paused = False
+            peer.overrun = False
+            peer.limit = None
             self._tell("resume", client)
 
     def _send(self, socket: Any, frames: list[Any]) -> PendingSend:

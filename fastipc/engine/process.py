@@ -264,8 +264,7 @@ class _Engine:
                 self.index,
                 client,
             )
-            if self.core.pause(self.of_client(client)):
-                self.outbox.paused(client)
+            self.outbox.stalled(client, bool(self.core.pause(self.of_client(client))))
         elif what == "resume":
             self.core.resume(self.of_client(client))
         elif what == "overrun":
