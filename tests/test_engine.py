@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -868,3 +869,23 @@ def test_async_start_up_failures_leave_nothing():
             client.add_request(Request("a"))
 
     run(main())
+
+
+# -- the README ------------------------------------------------------------------------------------
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+@pytest.mark.skipif(not README.exists(), reason="needs the source tree")
+@pytest.mark.parametrize("method", METHODS)
+def test_the_readmes_server(run_child, method):
+    text = README.read_text().split("\n## Write your own server in 40 lines\n")[1]
+    code = text.split("```python\n")[1].split("```")[0]
+    lines = [line for line in code.splitlines() if line.strip()]
+    assert len(lines) == 40
+    out = run_child(code, env={"FASTIPC_WORKER_MULTIPROC_METHOD": method})
+    expected, token = [], 3
+    for _ in range(5):
+        token = (token * 31 + 7) % 1000
+        expected.append(token)
+    assert [int(word) for word in out.split()] == expected

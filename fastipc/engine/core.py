@@ -103,7 +103,11 @@ class EngineCore:
                 self._on_fail(error)
 
     def close(self) -> None:
-        """The engine ends: stop the workers. Called once, whatever the reason."""
+        """The engine ends: stop the workers. Called once, whatever the reason. Unless it is
+        overridden it shuts down ``self.executor``, if there is one."""
+        executor: Any = getattr(self, "executor", None)
+        if hasattr(executor, "shutdown"):
+            executor.shutdown()
 
 
 def utility(core: EngineCore, name: str) -> Any:
