@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -44,6 +44,7 @@ class AsyncOutputStream(Generic[OutputT]):
         self._ended = False
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._delivered = client._core.stages.record["client"]
 
     # -- Sink --------------------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class AsyncOutputStream(Generic[OutputT]):
                 if self._waiter is waiter:
                     self._waiter = None
         output, at = self._outputs.popleft()
-        self._client._core.stages.record["client"](time.monotonic_ns() - at)
+        self._delivered(time.monotonic_ns() - at)
         result: OutputT = output
         return result
 
@@ -360,15 +361,24 @@ class AsyncEngineClient:
         self._changed.set()
         if self._opened is None or self._closed:
             return
-        for socket in self._opened.sockets:
-            if socket.FD not in self._fds:
-                self._fds.add(socket.FD)
-                self._loop.add_reader(socket.FD, self._pump)
+        for socket, reader in self._opened.sockets.items():
+            fd = socket.FD
+            if fd not in self._fds:
+                self._fds.add(fd)
+                self._loop.add_reader(fd, self._pump_one, reader)
 
     def _on_tick(self) -> None:
         if not self._closed and self._opened is not None and self._opened.closed is None:
             self._opened.tick()
             self._tick = self._loop.call_later(TICK_SECONDS, self._on_tick)
+
+    def _pump_one(self, reader: Callable[[], bool]) -> None:
+        """The descriptor of one socket has become readable."""
+        core = self._opened
+        if core is not None and core.closed is None and reader() and not self._pumping:
+            # There is more: after the tasks that have something to do now.
+            self._pumping = True
+            self._loop.call_soon(self._pump)
 
     def _pump(self) -> None:
         self._pumping = False

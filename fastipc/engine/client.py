@@ -53,6 +53,7 @@ class OutputStream(Generic[OutputT]):
         self._limit = limit
         self._ended = False
         self._error: BaseException | None = None
+        self._delivered = client._core.stages.record["client"]
 
     # -- Sink --------------------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class OutputStream(Generic[OutputT]):
             self._ended = True
             self._error = at
             return self.get()
-        self._client._core.stages.record["client"](time.monotonic_ns() - at)
+        self._delivered(time.monotonic_ns() - at)
         result: OutputT = output
         return result
 
@@ -406,24 +407,32 @@ def _receive(reference: weakref.ref[EngineClient]) -> None:
     del client
     poller = select.poll()
     poller.register(wake.fd, select.POLLIN)
-    registered: set[int] = set()
+    readers: dict[int, Any] = {}
     next_tick = time.monotonic() + TICK_SECONDS
+    ready: list[int] = []
+    more = True
     while True:
         with lock:
-            more = core.pump()
             if core.closed is not None:
                 return
+            if more or wake.fd in ready:
+                more = core.pump()
+            else:
+                for fd in ready:
+                    more |= core.closed is None and readers[fd]()
             now = time.monotonic()
             if now >= next_tick:
                 core.tick()
                 next_tick = now + TICK_SECONDS
-            fds = {socket.FD for socket in core.sockets}
-        for fd in fds - registered:
-            poller.register(fd, select.POLLIN)
-        registered |= fds
-        if more:
-            continue
-        poller.poll(max(0.0, next_tick - time.monotonic()) * 1000)
+            if len(core.sockets) != len(readers):
+                for socket, reader in core.sockets.items():
+                    if socket.FD not in readers:
+                        poller.register(socket.FD, select.POLLIN)
+                        readers[socket.FD] = reader
+                        more = True
+        left = 0.0 if more else max(0.0, next_tick - time.monotonic())
+        ready = [fd for fd, _ in poller.poll(left * 1000)]
         if reference() is None:
             return
-        wake.clear()
+        if wake.fd in ready:
+            wake.clear()

@@ -37,7 +37,7 @@ from ..hostinfo import boot_id
 from ..remote_end import curve_key_pair
 from ..sockets import PendingSend, get_open_zmq_ipc_path, make_zmq_socket, send_frames
 from .coordinator import endpoint_of_any_port
-from .intake import as_curve_client, keep_alive
+from .intake import EVENTS, NOBLOCK, POLLIN, RCVMORE, as_curve_client, keep_alive
 from .protocol import (
     ABORT,
     ADD,
@@ -331,7 +331,7 @@ class FrontEndCore:
     def _send(self, engine: EngineState, kind: bytes, frames: Iterable[Any]) -> PendingSend:
         message = [identity(engine.index), kind, *frames]
         try:
-            send = send_frames(self._router, message, zmq.NOBLOCK)
+            send = send_frames(self._router, message, NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -466,15 +466,15 @@ class FrontEndCore:
     def has_news(self) -> bool:
         """Whether something has arrived on the socket that sends: sending takes up the signal that
         its descriptor would give."""
-        return bool(self._router.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        return bool(self._router.get(EVENTS) & POLLIN)
 
     # -- receiving ---------------------------------------------------------------------------------
 
     def pump(self) -> bool:
-        """Take what has arrived. Returns whether there may be more already.
+        """Take what has arrived on any socket. Returns whether there may be more already.
 
-        (A ZMQ descriptor tells only that something has changed: so every socket is looked at, until
-        it has nothing.)
+        (The descriptor of a ZMQ socket tells only that something has changed: so each reader goes
+        on until there is nothing, or says that it hasn't.)
         """
         more = False
         for reader in list(self.sockets.values()):
@@ -484,13 +484,15 @@ class FrontEndCore:
         return more
 
     def _pump_outputs(self) -> bool:
-        receive, getsockopt = self._pull.recv, self._pull.getsockopt
-        for _ in range(_AT_ONCE):
+        receive, get = self._pull.recv, self._pull.get
+        for taken in range(_AT_ONCE):
+            if taken == 1 and not get(EVENTS) & POLLIN:
+                return False
             try:
-                frames = [receive(zmq.NOBLOCK)]
+                frames = [receive(NOBLOCK)]
             except zmq.Again:
                 return False
-            while getsockopt(zmq.RCVMORE):
+            while get(RCVMORE):
                 frames.append(receive(copy=False))
             try:
                 if frames[0] == ENGINE_CORE_DEAD:

@@ -1,6 +1,8 @@
 """The engine's output thread: encodes what steps made, and sends no more than is taken.
 
 It owns the PUSH sockets. Whatever is waiting when it looks goes out as one message per front end.
+When the loop's thread has nothing else to do it does this work itself, under a lock (`put`): ZMQ
+sockets may change hands, but not be used by two threads at a time.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from .protocol import ENGINE_CORE_DEAD, MESSAGE_COST, Dead, Failure, Outputs, Re
 
 logger = logging.getLogger("fastipc")
 
+
+NOBLOCK = int(zmq.NOBLOCK)
 
 _UNSENT_BATCHES = 64
 """Steps that the core may be ahead of the output thread: enough that neither waits for the other
@@ -84,7 +88,10 @@ class Outbox(threading.Thread):
         self._engine = engine
         self._window = window
         self._tell = tell
-        self._inbox: SimpleQueue[tuple[str, int, Any]] = SimpleQueue()
+        self._words: SimpleQueue[tuple[str, int, Any]] = SimpleQueue()
+        self._bell = threading.Lock()
+        self._bell.acquire()
+        self._mine = threading.Lock()  # the sockets, the encoder, the peers
         self._peers: dict[int, _Peer] = {}
         self._encoder = MsgpackEncoder()
         self._buffers = BufferPool()
@@ -94,74 +101,107 @@ class Outbox(threading.Thread):
 
     # -- calls from other threads ------------------------------------------------------------------
 
-    def put(self, client: int, batch: Batch) -> None:
-        """Waits while this thread is behind: it never waits itself, so that is soon over."""
+    def put(self, client: int, batch: Batch, now: bool = False) -> None:
+        """Hand over what a step made. One thread only calls this.
+
+        Args:
+            client: the front end that it is for.
+            batch: not to be touched any more.
+            now: the caller has nothing else to do: unless there is something before it, it
+                encodes and sends this itself, which saves waking the thread.
+
+        Waits while the thread is behind: that never waits itself, so it is soon over.
+        """
+        if now and self._mine.acquire(blocking=False):
+            try:
+                # Words are taken out with the lock held: so all that came before is done.
+                if self._words.empty():
+                    peer = self._peers.get(client)
+                    if peer is not None:
+                        self._put(client, peer, batch)
+                    return
+            finally:
+                self._mine.release()
         self._room.acquire()
-        self._inbox.put(("batch", client, batch))
+        self._leave_word("batch", client, batch)
 
     def credit(self, client: int, epoch: int, number: int) -> None:
-        self._inbox.put(("credit", client, (epoch, number)))
+        self._leave_word("credit", client, (epoch, number))
 
     def stalled(self, client: int, paused: bool) -> None:
         """The answer to a "stall": whether the core has stopped making outputs for it."""
-        self._inbox.put(("stalled", client, paused))
+        self._leave_word("stalled", client, paused)
 
     def connect(self, client: int, socket: Any) -> None:
         """Hand over the PUSH socket to a front end; the one before it is closed here."""
-        self._inbox.put(("connect", client, socket))
+        self._leave_word("connect", client, socket)
 
     def epoch(self, client: int, epoch: int) -> None:
         """The connection was made (again): nothing is on the way, nothing waits."""
-        self._inbox.put(("epoch", client, epoch))
+        self._leave_word("epoch", client, epoch)
 
     def report_to(self, socket: Any) -> None:
         """Hand over the PUSH socket to the coordinator."""
-        self._inbox.put(("report_to", 0, socket))
+        self._leave_word("report_to", 0, socket)
 
     def report(self, report: Report) -> None:
-        self._inbox.put(("report", 0, report))
+        self._leave_word("report", 0, report)
 
     def dead(self, reason: str) -> None:
         """Tell every front end that this engine ends."""
-        self._inbox.put(("dead", 0, reason))
+        self._leave_word("dead", 0, reason)
 
     def stop(self, linger_ms: int) -> None:
         """Send what is there and close the sockets; ZMQ keeps what is unsent for linger_ms."""
-        self._inbox.put(("stop", linger_ms, None))
+        self._leave_word("stop", linger_ms, None)
+
+    def _leave_word(self, what: str, client: int, item: Any) -> None:
+        self._words.put((what, client, item))
+        try:
+            self._bell.release()
+        except RuntimeError:
+            pass  # it rings already
 
     # -- the thread --------------------------------------------------------------------------------
 
     def run(self) -> None:
         try:
             while True:
-                what, client, item = self._inbox.get()
-                batches: dict[int, Batch] = {}
-                while True:
-                    if what == "batch":
-                        self._room.release()
-                        if client in batches:
-                            batches[client].add(item)
-                        else:
-                            batches[client] = item
-                    else:
-                        self._flush(batches)
-                        if what == "stop":
-                            for peer in self._peers.values():
-                                peer.socket.close(linger=client)
-                            if self._reports is not None:
-                                self._reports.close(linger=client)
-                            return
-                        self._handle(what, client, item)
-                    try:
-                        what, client, item = self._inbox.get_nowait()
-                    except Empty:
-                        break
-                self._flush(batches)
+                self._bell.acquire()
+                with self._mine:
+                    if not self._take_words():
+                        return
         except BaseException as error:
             self.failed = error
             logger.exception("the engine's output thread failed")
             self._tell("failed", 0)
             self._room.release(1 << 30)  # nobody is to wait for this thread any more
+
+    def _take_words(self) -> bool:
+        """Do all that there is to do; False after "stop"."""
+        batches: dict[int, Batch] = {}
+        while True:
+            try:
+                what, client, item = self._words.get_nowait()
+            except Empty:
+                break
+            if what == "batch":
+                self._room.release()
+                if client in batches:
+                    batches[client].add(item)
+                else:
+                    batches[client] = item
+                continue
+            self._flush(batches)
+            if what == "stop":
+                for peer in self._peers.values():
+                    peer.socket.close(linger=client)
+                if self._reports is not None:
+                    self._reports.close(linger=client)
+                return False
+            self._handle(what, client, item)
+        self._flush(batches)
+        return True
 
     def _handle(self, what: str, client: int, item: Any) -> None:
         if what == "credit":
@@ -261,7 +301,7 @@ class Outbox(threading.Thread):
             self._tell("resume", client)
 
     def _send(self, socket: Any, frames: list[Any]) -> PendingSend:
-        return send_frames(socket, frames, zmq.NOBLOCK)
+        return send_frames(socket, frames, NOBLOCK)
 
     def _drop_what_cannot_be_encoded(self, message: Outputs[Any]) -> None:
         """Replace outputs and results that the codec refuses by failures that say so."""

@@ -232,8 +232,10 @@ class _Engine:
                 report = self.report()
                 for batch in batches.values():
                     batch.report = report
+            # With nothing else to do the output thread need not be woken.
+            idle = self.inbox.empty() and not self.core.has_work()
             for client, batch in batches.items():
-                self.outbox.put(client, batch)
+                self.outbox.put(client, batch, now=idle)
 
     def report(self) -> dict[str, Any]:
         found = {**self.core.stats(), **self.histograms}
