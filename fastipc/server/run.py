@@ -27,6 +27,7 @@ import uvicorn
 from fastipc import IPCError, processes
 from fastipc.demo.core import DemoConfig, DemoCore
 from fastipc.engine import AsyncEngineClient, ClientSpec, EngineGroup, launch
+from fastipc.engine.group import clean_up_when_orphaned
 from fastipc.server import metrics
 from fastipc.server.api import Service, application
 
@@ -278,6 +279,7 @@ async def _alone(options: Options, spec: ClientSpec, listener: socket.socket, ad
 
 def _api_server_main(spec: ClientSpec, family: int, where: Any, pipe: Connection) -> None:
     """The main function of an API server's process."""
+    clean_up_when_orphaned()
     _log_to_stderr()
     try:
         code = asyncio.run(_one_of_several(spec, family, where, pipe))
