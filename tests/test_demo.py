@@ -11,10 +11,12 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
+import fastipc
 from fastipc.demo import display
 from fastipc.demo.front_end import Report
 
@@ -122,6 +124,42 @@ def test_version(run_child):
     assert re.fullmatch(
         r"fastipc \d+\.\d+\.\d+\n", run_child(command=["-m", "fastipc", "--version"])
     )
+
+
+IDLE = """
+    import asyncio, sys, time
+    import psutil
+    from fastipc.demo.core import DemoConfig, DemoCore, Generate
+    from fastipc.engine import AsyncEngineClient
+
+    async def main():
+        config = DemoConfig(path=sys.argv[1], workers=2)
+        client = AsyncEngineClient.launch(DemoCore, config, engines=2)
+        async with client:
+            for i in range(10):
+                async for _ in client.generate(Generate(f"{i}", b"def ", 10)):
+                    pass
+            await asyncio.sleep(1)  # waits that spun have learnt not to
+            everybody = psutil.Process().children(recursive=True) + [psutil.Process()]
+
+            def used():
+                return sum(sum(process.cpu_times()[:2]) for process in everybody)
+
+            before, began = used(), time.monotonic()
+            await asyncio.sleep(8)
+            print(len(everybody), (used() - before) / (time.monotonic() - began))
+
+    if __name__ == "__main__":
+        asyncio.run(main())
+"""
+
+
+def test_an_idle_topology_uses_less_than_a_hundredth_of_a_core(run_child):
+    source = Path(fastipc.__file__).parent / "demo"
+    processes, used = run_child(IDLE, source, timeout=110).split()
+    # A front end, a coordinator, 2 engines, 4 workers; and Python's resource trackers.
+    assert int(processes) >= 8
+    assert float(used) < 0.01
 
 
 # -- runs that go wrong --------------------------------------------------------------------------
