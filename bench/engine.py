@@ -26,9 +26,8 @@ import msgspec
 
 import fastipc
 
-from . import objects
+from . import executor, objects
 from .plain.client import AsyncClient
-from .plain.workers import Executor
 from .report import number, table
 
 
@@ -68,46 +67,24 @@ class Echo(fastipc.EngineCore):
         return [Answer(r.request_id, r.prompt_token_ids[:1], True) for r in asked]
 
 
-def _step(message):
-    """What a worker does with a step: nothing but an answer of the usual size."""
-    return [0] * len(message[3])
-
-
-class PlainWorker:
-    def __init__(self, rank):
-        self.rank = rank
-
-    def step(self, message):
-        return _step(message)
-
-
-class Worker(fastipc.Worker):
-    def step(self, message):
-        return _step(message)
-
-
 # -- what takes turns ------------------------------------------------------------------------------
 
 
 class Steps:
-    """One executor, stepped by this process."""
+    """One loop of an engine and its workers (see bench/executor.py), stepped by this process."""
 
     def __init__(self, which, workers):
         self.which = which
-        if which == "fastipc":
-            executor = fastipc.MultiprocExecutor(Worker, workers)
-            self.call, self.close = executor.collective_rpc, executor.shutdown
-        else:
-            executor = Executor(PlainWorker, workers)
-            self.call, self.close = executor.collective_rpc, executor.close
+        loop = executor.Ours(workers) if which == "fastipc" else executor.Plain(workers)
+        self._step, self.close = loop.step, loop.close
 
     def round(self, seconds):
         """The median time of a step, in microseconds."""
-        message, call, clock = (objects.scheduler_output(),), self.call, time.perf_counter_ns
+        output, step, clock = objects.scheduler_output(), self._step, time.perf_counter_ns
         took = []
         until = clock() + int(seconds * 1e9)
         while (begin := clock()) < until:
-            call("step", message)
+            step(output, None)
             took.append(clock() - begin)
         return statistics.median(took) / 1e3
 
@@ -125,7 +102,8 @@ class Requests:
 
     async def start(self):
         if self.which == "fastipc":
-            self._client = await fastipc.AsyncEngineClient.launch(Echo, None, engines=1)
+            self._client = fastipc.AsyncEngineClient.launch(Echo, start_method="spawn")
+            await self._client.open()
         else:
             self._client = AsyncClient(Echo)
             await self._client.ready()

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fastipc import __version__, demo
+from fastipc import __version__, demo, plan, server
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,6 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fastipc {__version__}")
     nouns = parser.add_subparsers(dest="noun", metavar="command", required=True)
     demo.add_parser(nouns)
+    plan.add_parser(nouns)
+    server.add_parser(nouns)
     arguments = parser.parse_args(argv)
     code: int = arguments.run(arguments)
     return code

@@ -43,6 +43,7 @@ __all__ = [
     "make_zmq_socket",
     "pending_sends",
     "remove_orphaned_directories",
+    "remove_own_directory",
     "send_frames",
     "send_frames_async",
     "split_zmq_path",
@@ -130,6 +131,12 @@ def get_open_zmq_ipc_path() -> str:
         OSError: ENAMETOOLONG, before anything is created, when FASTIPC_RPC_BASE_PATH is too deep.
     """
     return f"ipc://{_directory.socket_path()}"
+
+
+def remove_own_directory() -> None:
+    """Remove the directory of this process's ipc sockets now: it is about to be ended, and may not
+    come to do so later. (A path that is asked for afterwards is in another directory.)"""
+    _directory.remove()
 
 
 def remove_orphaned_directories() -> None:

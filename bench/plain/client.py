@@ -20,11 +20,12 @@ class AsyncClient:
         self._context = zmq.asyncio.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._pull = self._context.socket(zmq.PULL)
+        # Before it binds: at its limit a ROUTER drops messages.
+        self._router.setsockopt(zmq.SNDHWM, 0)
         for socket, path in zip((self._router, self._pull), paths, strict=True):
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.LINGER, 0)
             socket.bind(path)
-        self._router.setsockopt(zmq.SNDHWM, 0)
         self._identity = (0).to_bytes(2, "little")
         self._encode = encoder().encode
         self._decode = decoder(list[core_class.output_type]).decode

@@ -175,7 +175,7 @@ class DemoCore(EngineCore):
             raise ValueError(f"temperature must be 0 to 100, not {request.temperature}")
         if not 0 <= request.seed < 1 << 63:
             raise ValueError(f"seed must be 0 to 2^63 - 1, not {request.seed}")
-        if any(token >= model.VOCABULARY for token in request.prompt):
+        if not request.prompt.isascii():  # which is quick, also for a long one
             raise ValueError(f"a prompt's tokens are below {model.VOCABULARY}")
         if request.image is not None:
             model.check_image(request.image)

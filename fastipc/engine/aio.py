@@ -341,6 +341,10 @@ class AsyncEngineClient:
         """See EngineClient.stats."""
         return self._core.stats()
 
+    def histograms(self) -> dict[str, Any]:
+        """See EngineClient.histograms."""
+        return self._core.histograms()
+
     # -- inside ------------------------------------------------------------------------------------
 
     @property

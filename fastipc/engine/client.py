@@ -348,6 +348,12 @@ class EngineClient:
         with self._lock:
             return self._core.stats()
 
+    def histograms(self) -> dict[str, Any]:
+        """The histograms (`fastipc.histogram.Histogram`, copies) that ``stats`` summarises:
+        ``stages`` by name; ``engines`` by index and name."""
+        with self._lock:
+            return self._core.histograms()
+
     def close(self) -> None:
         """Abort what is under way, and end the engines if ``launch`` started them. Idempotent."""
         if os.getpid() != self._pid:

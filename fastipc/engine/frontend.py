@@ -33,6 +33,7 @@ from ..errors import (
     SlowConsumer,
     TooManyRequests,
 )
+from ..histogram import Histogram
 from ..hostinfo import boot_id
 from ..remote_end import curve_key_pair
 from ..sockets import PendingSend, get_open_zmq_ipc_path, make_zmq_socket, send_frames
@@ -799,10 +800,21 @@ class FrontEndCore:
 
     # -- numbers -----------------------------------------------------------------------------------
 
+    def histograms(self) -> dict[str, Any]:
+        """See EngineClient.histograms."""
+        return {
+            "stages": {name: Histogram.merged([h]) for name, h in self.stages.histograms.items()},
+            "engines": {
+                index: {
+                    name: Histogram.from_builtins(value)
+                    for name, value in (engine.report or {}).items()
+                }
+                for index, engine in sorted(self.engines.items())
+            },
+        }
+
     def stats(self) -> dict[str, Any]:
         """See EngineClient.stats."""
-        from ..histogram import Histogram
-
         stages = {name: h.summary() for name, h in self.stages.histograms.items()}
         engines = {
             index: {

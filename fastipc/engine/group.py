@@ -24,7 +24,12 @@ from .. import processes as children
 from ..errors import ChildDied, Closed, IPCError
 from ..keeper import Wake
 from ..remote_end import curve_key_pair
-from ..sockets import get_open_zmq_ipc_path, make_zmq_socket, remove_orphaned_directories
+from ..sockets import (
+    get_open_zmq_ipc_path,
+    make_zmq_socket,
+    remove_orphaned_directories,
+    remove_own_directory,
+)
 from .coordinator import endpoint_of_any_port, run_coordinator
 from .core import EngineCore, check_core_class
 from .intake import keep_alive
@@ -56,7 +61,7 @@ def _engine_main(
     core_class: type[EngineCore], config: Any, index: int, control: str, key: str, window: int
 ) -> None:
     """The main function of an engine's process."""
-    children.on_parent_death(_parent_died)
+    clean_up_when_orphaned()
     started = False
 
     def ready() -> None:
@@ -82,8 +87,14 @@ def _engine_main(
 
 
 def _coordinator_main(control: str, key: str, host: str) -> None:
-    children.on_parent_death(_parent_died)
+    clean_up_when_orphaned()
     run_coordinator(control, key, host, children.ready)
+
+
+def clean_up_when_orphaned() -> None:
+    """In a process that `fastipc.processes.start` started: should its parent be killed, the
+    directories of sockets of both go, however little time this process is given."""
+    children.on_parent_death(_parent_died)
 
 
 def _parent_died() -> None:
@@ -94,6 +105,7 @@ def _parent_died() -> None:
 def _sweep() -> None:
     """Whoever launched this process was killed: what it left goes with those that end now. They
     have half a second, and the kernel closes what the dead had open one after the other."""
+    remove_own_directory()
     for _ in range(10):
         remove_orphaned_directories()
         time.sleep(0.04)

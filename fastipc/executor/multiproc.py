@@ -67,6 +67,14 @@ def _dumps(obj: Any) -> bytes:
     return data
 
 
+def chunk_bytes(asked_for: int | None = None) -> int:
+    """Bytes of a chunk of every queue: as asked for, else as FASTIPC_MQ_MAX_CHUNK_BYTES_MB says,
+    else 24 MiB."""
+    if asked_for is not None:
+        return asked_for
+    return settings().mq_max_chunk_bytes or 24 * MIB
+
+
 class _Call:
     """A call on its way. Only whoever reads replies changes it."""
 
@@ -206,10 +214,8 @@ class MultiprocExecutor(Executor):
             raise ValueError(f"world_size must be between 1 and 1024, not {world_size}")
         config = settings()
         cpus = available_cpus()
-        if max_chunk_bytes is None:
-            max_chunk_bytes = config.mq_max_chunk_bytes or 24 * MIB
         options: dict[str, Any] = {
-            "max_chunk_bytes": max_chunk_bytes,
+            "max_chunk_bytes": chunk_bytes(max_chunk_bytes),
             "max_chunks": max_chunks,
             # A reply queue has two ends, and spins on two CPUs; but the workers need theirs.
             "spin_us": 0 if world_size + 1 > cpus and config.spin_us is None else None,
