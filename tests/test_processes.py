@@ -421,6 +421,7 @@ def test_a_child_ends_in_order_at_sigterm(method, tmp_path):
     path = tmp_path / "child"
     with started(children.graceful, path, method=method) as child:
         child.wait_ready(60)
+        eventually(path.with_suffix(".inside").exists)
         child.send_signal(signal.SIGINT)  # the terminal's: not for it
         child.terminate()
         assert child.join(60)
