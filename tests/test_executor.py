@@ -262,6 +262,14 @@ def test_a_late_reply_is_dropped(method):
         assert not executor._calls
 
 
+def test_a_call_that_can_not_be_sent_in_time():
+    with workers(1) as executor:
+        executor.collective_rpc("nap", (3,), non_block=True)
+        with pytest.raises(fastipc.Full, match=r"after 0\.05 s 'echo' was not sent: the workers"):
+            forever(lambda: executor.collective_rpc("echo", timeout=0.05, non_block=True))
+        assert executor.collective_rpc("echo", (1,)) == [(0, 1, None)]
+
+
 def test_futures():
     with workers(2) as executor:
         rpc = executor.collective_rpc

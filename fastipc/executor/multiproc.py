@@ -345,7 +345,9 @@ class MultiprocExecutor(Executor):
         replying = self._ranks if call.rank is None else (call.rank,)
         if len(self._calls) > MANY:
             self._drain_in_turn()
-        with self._sending.within(None):
+        with self._sending.within(call.timeout) as mine:
+            if not mine:
+                raise self._behind(call)
             self.check_health()
             number = self._next
             try:
@@ -386,15 +388,21 @@ class MultiprocExecutor(Executor):
         patience = FULL_SLICE
         while True:
             self.check_health()
-            if call.deadline is not None and time.monotonic() >= call.deadline:
-                raise Full(f"{call.named()} was not sent: the workers are behind with other calls")
             self._drain_in_turn()
             left = _left(call.deadline)
             try:
                 self._enqueue(message, patience if left is None else min(patience, left))
                 return
             except Full:
-                patience *= 2
+                if left == 0:
+                    raise self._behind(call) from None
+            patience *= 2
+
+    def _behind(self, call: _Call) -> Full:
+        return Full(
+            f"after {call.timeout:g} s {call.named()} was not sent: the workers are behind with "
+            "earlier calls"
+        )
 
     def _wait(self, call: _Call, deadline: float | None) -> None:
         """Waits for the replies; raises a bare ReplyTimeout at the deadline."""
