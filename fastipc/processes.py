@@ -163,6 +163,9 @@ def choose_start_method(
 
 # Every end of a pipe that this process has: a forked child closes its copies.
 _held: set[Connection] = set()
+# Held while ends come into being or go, and by whoever forks: every end that a child gets a copy of
+# is in _held. (Not a plain lock: a signal handler may fork.)
+_pipes = threading.RLock()
 # By thread: the ends that are for the child which that thread is forking.
 _passing: dict[int, tuple[Connection, ...]] = {}
 # The children of this process that may be running.
@@ -183,22 +186,29 @@ def _forget_parents_ends() -> None:
     _children.clear()
     _monitors.clear()
     _passing.clear()
+    _pipes.release()
 
 
-os.register_at_fork(after_in_child=_forget_parents_ends)
+os.register_at_fork(
+    before=_pipes.acquire,
+    after_in_parent=_pipes.release,
+    after_in_child=_forget_parents_ends,
+)
 
 
 def _pipe() -> tuple[Connection, Connection]:
-    reader, writer = multiprocessing.connection.Pipe(duplex=False)
-    _held.update((reader, writer))
+    with _pipes:
+        reader, writer = multiprocessing.connection.Pipe(duplex=False)
+        _held.update((reader, writer))
     return reader, writer
 
 
 def _let_go(*ends: Connection | None) -> None:
-    for end in ends:
-        if end is not None:
-            _held.discard(end)
-            end.close()
+    with _pipes:
+        for end in ends:
+            if end is not None:
+                end.close()
+                _held.discard(end)
 
 
 # ---- in the child ----------------------------------------------------------------------------

@@ -117,6 +117,7 @@ def graceful(path):
     processes.on_parent_death(lambda: path.with_suffix(".called").touch())
     processes.ready()
     try:
+        path.with_suffix(".inside").touch()
         time.sleep(1000)
     finally:
         path.with_suffix(".ended").touch()

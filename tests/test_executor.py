@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import random
 import signal
@@ -260,6 +262,14 @@ def test_a_late_reply_is_dropped(method):
         assert not executor._calls
 
 
+def test_a_call_that_can_not_be_sent_in_time():
+    with workers(1) as executor:
+        executor.collective_rpc("nap", (3,), non_block=True)
+        with pytest.raises(fastipc.Full, match=r"after 0\.05 s 'echo' was not sent: the workers"):
+            forever(lambda: executor.collective_rpc("echo", timeout=0.05, non_block=True))
+        assert executor.collective_rpc("echo", (1,)) == [(0, 1, None)]
+
+
 def test_futures():
     with workers(2) as executor:
         rpc = executor.collective_rpc
@@ -270,7 +280,7 @@ def test_futures():
         with pytest.raises(ReplyTimeout):
             slow.result(0.05)
         # a call in between comes after those before it
-        assert rpc("echo", (2,), unique_reply_rank=0) == (0, 2, None)
+        assert rpc("echo", (2,)) == [(0, 2, None), (1, 2, None)]
         assert slow.done()
         assert slow.result(0) == [0, 1]
         # what has come is there, also after the call's own time
@@ -299,6 +309,21 @@ def test_more_calls_on_their_way_than_the_queues_hold():
                 assert (array == i % 250).all()
         for i, future in enumerate(futures[300:]):
             assert future.result(60) == [(0, i, None), (1, i, None)]
+
+
+def test_replies_that_nobody_reads_keep_nobody_waiting(caplog):
+    """They fill the queue of a worker, which then takes no calls, until there is no room for these
+    either."""
+    caplog.set_level(logging.CRITICAL, "fastipc")
+    with workers(2) as executor:
+        for i in range(700):
+            with contextlib.suppress(TimeoutError):
+                executor.collective_rpc("echo", (i,), timeout=0)
+        assert executor.collective_rpc("echo", (1,)) == [(0, 1, None), (1, 1, None)]
+        for _ in range(700):
+            assert executor.collective_rpc("fail", ([1],), unique_reply_rank=0) == 0
+        assert executor.collective_rpc("echo", (2,)) == [(0, 2, None), (1, 2, None)]
+        assert not executor._calls
 
 
 def test_several_threads():
@@ -587,6 +612,51 @@ def test_a_signal_ends_the_wait_and_the_next_call_works():
             signal.signal(signal.SIGALRM, before)
         assert executor.collective_rpc("echo", (1,)) == [(0, 1, None), (1, 1, None)]
         assert not executor._calls
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_signals_at_any_moment():
+    """A handler that raises may do so right after a call was sent, or a reply taken."""
+    count = 2000 if NIGHTLY else 200
+    draw = random.Random(1)
+
+    def interrupt(number, frame):
+        raise Interrupted
+
+    with workers(2) as executor:
+        rpc = executor.collective_rpc
+        interrupted = 0
+        before = signal.signal(signal.SIGALRM, interrupt)
+        try:
+            for i in range(count):
+                futures = []
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, draw.random() * 0.002 + 1e-6)
+                    for k in range(20):
+                        futures.append(rpc("echo", (k,), non_block=True))
+                        assert rpc("echo", (i,), unique_reply_rank=1) == (1, i, None)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except Interrupted:
+                    interrupted += 1
+                for k, future in enumerate(futures):
+                    error = future.exception(60)
+                    if error is None:
+                        assert future.result() == [(0, k, None), (1, k, None)]
+                    else:
+                        assert "the reply was lost" in str(error)
+                assert rpc("echo", (i,), timeout=60) == [(0, i, None), (1, i, None)]
+                with pytest.raises(LookupError, match="not here"):
+                    rpc("echo", (children.Refuses(),), timeout=60)
+                with pytest.raises(LookupError, match="not here"):
+                    rpc("refuses", timeout=60)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        assert interrupted > count / 10
 
 
 # ---- the README ------------------------------------------------------------------------------

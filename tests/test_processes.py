@@ -358,15 +358,18 @@ def test_what_a_child_forks_has_no_end_of_the_childs_pipes(method):
 def test_starting_from_several_threads(method):
     """A fork amidst another thread's start copies what is on its way to that thread's child."""
     made, errors = [], []
+    count = 4 if method == "fork" else 1
 
     def many():
         try:
-            for _ in range(2):
+            for _ in range(count):
                 made.append(processes.start(children.tell_pipes, name="child", start_method=method))
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=many) for _ in range(3)]
+    threads = [threading.Thread(target=many) for _ in range(5)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # seconds: between any two steps
     try:
         for thread in threads:
             thread.start()
@@ -379,6 +382,7 @@ def test_starting_from_several_threads(method):
             deaths = {os.fstat(other._death.fileno()).st_ino for other in others}
             assert not [inode for inode, writing in ends if inode in deaths and writing]
     finally:
+        sys.setswitchinterval(interval)
         processes.stop(made, graceful=0.0)
     assert not processes._held
 
@@ -421,6 +425,7 @@ def test_a_child_ends_in_order_at_sigterm(method, tmp_path):
     path = tmp_path / "child"
     with started(children.graceful, path, method=method) as child:
         child.wait_ready(60)
+        eventually(path.with_suffix(".inside").exists)
         child.send_signal(signal.SIGINT)  # the terminal's: not for it
         child.terminate()
         assert child.join(60)

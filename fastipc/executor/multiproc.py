@@ -15,6 +15,7 @@ still delivered; then every call raises WorkerDied.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 import pickle
@@ -30,7 +31,8 @@ from typing import Any
 import cloudpickle
 
 from .. import failures, processes
-from ..errors import Closed, Empty, Full, PeerDied, ReplyTimeout, WorkerDied
+from .._core import Turn
+from ..errors import Closed, DecodeError, Empty, Full, IPCError, PeerDied, ReplyTimeout, WorkerDied
 from ..failures import Failure
 from ..histogram import Histogram
 from ..hostinfo import available_cpus, host_name
@@ -48,10 +50,24 @@ SLICE = 0.25
 # A call that finds the queue full takes replies meanwhile, lest workers wait for room for these;
 # the first time after this many seconds, then after twice as long each time.
 FULL_SLICE = 0.02
+# So many calls on their way are a reason to look for replies before the next one is sent.
+MANY = 32
 # Seconds from a worker's leaving its queues to the end of its process, at most.
 LEAVE_PATIENCE = 5.0
 
 _NO_REPLY: Any = object()
+
+# The executors of this process. What a fork copies of them is of no use there.
+_live: weakref.WeakSet[MultiprocExecutor] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for executor in _live:
+        executor._disown()
+    _live.clear()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def _dumps(obj: Any) -> bytes:
@@ -78,8 +94,8 @@ def chunk_bytes(asked_for: int | None = None) -> int:
 class _Call:
     """A call on its way. Only whoever reads replies changes it."""
 
-    __slots__ = ("began", "deadline", "error", "method", "missing", "number", "place", "rank",
-                 "settled", "timeout", "values")  # fmt: skip
+    __slots__ = ("began", "deadline", "error", "method", "number", "place", "rank", "timeout",
+                 "values")  # fmt: skip
 
     def __init__(
         self, method: str | bytes, rank: int | None, world_size: int, timeout: float | None
@@ -91,11 +107,23 @@ class _Call:
         self.timeout = timeout
         self.deadline = None if timeout is None else self.began * 1e-9 + timeout
         self.error: tuple[int, Failure | BaseException] | None = None
-        self.settled = False
         # the worker whose reply is waited for
         self.place = 0 if rank is None else rank
-        self.missing = world_size if rank is None else 1
         self.values: list[Any] = [_NO_REPLY] * world_size
+
+    def settled(self) -> bool:
+        """Looked up each time, from what is stored in one step: a signal handler may raise between
+        any two."""
+        if self.error is not None:
+            return True
+        values = self.values
+        if self.rank is not None:
+            return values[self.rank] is not _NO_REPLY
+        for place in range(self.place, len(values)):
+            if values[place] is _NO_REPLY:
+                self.place = place
+                return False
+        return True
 
     def lacks(self) -> tuple[int, ...]:
         """The ranks that have not replied."""
@@ -125,13 +153,15 @@ class _Future:
             value: Any = None
             error: BaseException | None = None
             try:
-                value = self._executor._result(call, late)
+                self._executor._wait(call, late)
+                value, error = self._executor._outcome(call)
             except ReplyTimeout:
                 if call.deadline is None or time.monotonic() < call.deadline:
                     raise
                 error = self._executor._give_up(call)
-            except Exception as raised:
+            except (WorkerDied, Closed) as raised:
                 error = raised
+            self._executor._calls.pop(call.number, None)
             with self._lock:
                 # (two threads may have got here)
                 if self._outcome is None:
@@ -221,7 +251,7 @@ class MultiprocExecutor(Executor):
             "spin_us": 0 if world_size + 1 > cpus and config.spin_us is None else None,
         }
         self.world_size = world_size
-        self._pid = os.getpid()
+        self._foreign = False
         self._closed = False
         self._failure: WorkerDied | None = None
         self._failed = threading.Event()
@@ -230,14 +260,21 @@ class MultiprocExecutor(Executor):
         self._ranks = range(world_size)
         self._calls: dict[int, _Call] = {}
         self._expected: list[deque[int]] = [deque() for _ in self._ranks]
+        # calls that one worker's failure has ended: the others' are no news
+        self._raised: deque[int] = deque(maxlen=256)
         self._next = 1
-        self._sending = threading.Lock()
-        self._reading = threading.Lock()
+        # (these are given back also when a signal handler raises)
+        self._sending = Turn()
+        self._reading = Turn()
         self._turn = threading.Condition()
         self._followers = 0
+        # replies that have been taken from a worker's queue, and perhaps not looked at
+        self._inboxes: list[deque[Any]] = [deque() for _ in self._ranks]
+        self._taken = [0] * world_size
         self._replies: list[MessageQueue] = []
         self.children: list[ChildProcess] = []
         self._monitor: processes.Monitor | None = None
+        _live.add(self)
 
         method, _ = processes.choose_start_method(start_method)
         what = (worker_class, tuple(args), dict(kwargs or {}))
@@ -299,88 +336,113 @@ class MultiprocExecutor(Executor):
         if non_block:
             return _Future(self, call)
         try:
-            return self._result(call, call.deadline)
+            self._wait(call, call.deadline)
         except ReplyTimeout:
             raise self._give_up(call) from None
         finally:
             # (an interrupt, for one, leaves it there)
             self._calls.pop(call.number, None)
+        value, error = self._outcome(call)
+        if error is not None:
+            raise error
+        return value
 
     def _send(self, call: _Call, message: tuple[Any, ...]) -> None:
         replying = self._ranks if call.rank is None else (call.rank,)
-        with self._sending:
+        if len(self._calls) > MANY:
+            self._drain_in_turn()
+        with self._sending.within(call.timeout) as mine:
+            if not mine:
+                raise self._behind(call)
             self.check_health()
-            call.number = number = self._next
-            # A reply may come before enqueue has returned, to another thread.
-            self._calls[number] = call
-            for rank in replying:
-                self._expected[rank].append(number)
+            number = self._next
             try:
-                if len(self._calls) == 1:
-                    self._enqueue(message, call.timeout)
-                else:
-                    self._send_among_others(call, message)
-            except BaseException as error:
-                # Nothing was sent, so the next call has this number.
-                del self._calls[number]
+                call.number = number
+                # A reply may come before enqueue has returned, to another thread.
+                self._calls[number] = call
                 for rank in replying:
-                    self._expected[rank].pop()
+                    self._expected[rank].append(number)
+                patience = FULL_SLICE
+                if call.timeout is not None and call.timeout < patience:
+                    patience = call.timeout
+                try:
+                    self._enqueue(message, patience)
+                except Full:
+                    self._insist(call, message)
+            except BaseException as error:
+                self._calls.pop(number, None)
+                # A signal handler may have raised it, with the call just sent or not quite.
+                if self._sent(number):
+                    self._next = number + 1
+                    raise
+                for rank in replying:
+                    expected = self._expected[rank]
+                    if expected and expected[-1] == number:
+                        expected.pop()
                 if isinstance(error, (Closed, PeerDied)):
                     self._gone(getattr(error, "rank", None))
                 raise
             self._next = number + 1
 
-    def _send_among_others(self, call: _Call, message: tuple[Any, ...]) -> None:
-        """Workers that wait for room for their replies don't take calls."""
+    def _sent(self, number: int) -> bool:
+        """Nothing but calls is sent, so their count is the last one's number."""
+        return not self._out.closed and self._out.stats()["messages"] >= number
+
+    def _insist(self, call: _Call, message: tuple[Any, ...]) -> None:
+        """There was no room. Workers that wait for room for their replies take no calls: so
+        replies are taken meanwhile, wanted or not."""
         patience = FULL_SLICE
         while True:
+            self.check_health()
+            self._drain_in_turn()
             left = _left(call.deadline)
             try:
                 self._enqueue(message, patience if left is None else min(patience, left))
                 return
             except Full:
-                self.check_health()
-                if left is not None and left <= patience:
-                    raise
+                if left == 0:
+                    raise self._behind(call) from None
             patience *= 2
-            if self._reading.acquire(blocking=False):
-                try:
-                    self._drain()
-                finally:
-                    self._stop_reading()
 
-    def _result(self, call: _Call, deadline: float | None) -> Any:
+    def _behind(self, call: _Call) -> Full:
+        return Full(
+            f"after {call.timeout:g} s {call.named()} was not sent: the workers are behind with "
+            "earlier calls"
+        )
+
+    def _wait(self, call: _Call, deadline: float | None) -> None:
         """Waits for the replies; raises a bare ReplyTimeout at the deadline."""
-        while not call.settled:
-            if self._reading.acquire(blocking=False):
-                try:
+        while True:
+            with self._reading.within(0) as mine:
+                if mine:
                     self._read(call, deadline)
-                finally:
-                    self._stop_reading()
-                # its replies are published, so it has them, or never will
-                if not call.settled and self._over():
-                    self._gone()
+            if mine:
+                if self._followers:
+                    self._tell_followers()
             else:
                 with self._turn:
                     self._followers += 1
                     try:
-                        if not call.settled and self._reading.locked():
+                        if not call.settled() and self._reading.taken:
                             left = _left(deadline)
                             self._turn.wait(SLICE if left is None else min(SLICE, left))
                     finally:
                         self._followers -= 1
-            if not call.settled and deadline is not None and time.monotonic() >= deadline:
+            if call.settled():
+                return
+            if mine and self._over():  # its replies are published: it has them, or never will
+                self._gone()
+            if deadline is not None and time.monotonic() >= deadline:
                 raise ReplyTimeout(f"no reply to {call.named()} yet", call.lacks())
-        if call.error is not None:
-            raise self._error_of(call)
-        return call.values if call.rank is None else call.values[call.rank]
 
-    def _error_of(self, call: _Call) -> BaseException:
-        assert call.error is not None
+    def _outcome(self, call: _Call) -> tuple[Any, BaseException | None]:
+        """(value, error) of a call that is settled."""
+        if call.error is None:
+            return call.values if call.rank is None else call.values[call.rank], None
         rank, failure = call.error
         error = failure if isinstance(failure, BaseException) else failures.unpack(failure)
         error.add_note(f"in worker {rank} (pid {self.children[rank].pid}), {call.named()}")
-        return error
+        return None, error
 
     def _give_up(self, call: _Call) -> ReplyTimeout:
         self._calls.pop(call.number, None)
@@ -392,83 +454,109 @@ class MultiprocExecutor(Executor):
 
     # -- replies; all of this under _reading
 
-    def _stop_reading(self) -> None:
-        self._reading.release()
+    def _drain_in_turn(self) -> None:
+        with self._reading.within(0) as mine:
+            if mine:
+                self._drain()
+        self._tell_followers()
+
+    def _tell_followers(self) -> None:
+        """A call is settled, or the reader's place free. Followers look again by themselves in
+        SLICE seconds, should this be missed."""
         if self._followers:
             with self._turn:
                 self._turn.notify_all()
 
     def _read(self, call: _Call, deadline: float | None) -> None:
         """Takes replies until the call is settled, or its time or the workers' is over."""
-        while not call.settled:
+        if call.settled():  # by another thread
+            return
+        while True:
             over = self._over()
             left = 0.0 if over else _left(deadline)
-            if self._take(call.place, SLICE if left is None else min(SLICE, left)):
+            if self._take(call.place, SLICE if left is None or left > SLICE else left):
+                if call.settled():
+                    return
                 continue
             # another one may have failed, and so keep this one waiting
             self._drain()
-            if over or (left is not None and left <= SLICE):
+            if over or call.settled() or (left is not None and left <= SLICE):
                 return
 
     def _drain(self) -> None:
         for rank, queue in enumerate(self._replies):
-            while not queue.closed and not queue.empty() and self._take(rank, 0):
+            while (self._inboxes[rank] or (not queue.closed and not queue.empty())) and self._take(
+                rank, 0
+            ):
                 pass
 
     def _take(self, rank: int, timeout: float) -> bool:
-        """One reply of a worker, to whom it may concern. False if there was none."""
-        expected = self._expected[rank]
-        try:
-            number, value, failure, began, done = self._dequeues[rank](timeout)
-        except Empty:
-            return False
-        except (Closed, PeerDied):
-            if not self._closed:
-                self._failed.wait(LEAVE_PATIENCE)
-                self._left(rank)
-            return False
-        except Exception as error:  # it doesn't unpickle here
-            if expected:
-                call = self._calls.get(expected.popleft())
-                if call is not None:
-                    self._settle(call, rank, None, error)
-            return True
+        """One reply of a worker, to whom it may concern. False if there was none.
+
+        A signal handler may raise between any two lines. So the reply goes from the queue to the
+        inbox without any Python code in between, and is dropped from there when all is done;
+        until then it may be looked at twice.
+        """
+        inbox, expected = self._inboxes[rank], self._expected[rank]
+        if not inbox:
+            try:
+                inbox.extend(itertools.starmap(self._dequeues[rank], ((timeout,),)))
+            except Empty:
+                return False
+            except (Closed, PeerDied):
+                if not self._closed:
+                    self._failed.wait(LEAVE_PATIENCE)
+                    self._left(rank)
+                return False
+            except BaseException as error:
+                if inbox:
+                    self._taken[rank] += 1
+                if inbox or not isinstance(error, Exception):
+                    raise  # a signal handler's
+                taken = self._replies[rank].stats()["messages"]
+                if taken == self._taken[rank] and not isinstance(error, DecodeError):
+                    raise  # likewise, amidst the wait
+                # it doesn't unpickle here
+                self._taken[rank] = taken
+                if expected:
+                    inbox.append((expected[0], None, error, 0, 0))
+                return True
+            self._taken[rank] += 1
         now = time.monotonic_ns()
-        if expected and expected[0] == number:
-            expected.popleft()
+        number, value, failure, began, done = inbox[0]
         call = self._calls.get(number)
         if call is None:
-            if failure is not None:
+            if failure is not None and number not in self._raised:
                 self._log(rank, failure)
-            return True
-        stages = self._stages
-        stages.ring_wait.record(began - call.began)
-        stages.execute.record(done - began)
-        stages.reply.record(now - done)
-        self._settle(call, rank, value, failure)
-        if not call.missing:
-            stages.step.record(now - call.began)
-        return True
-
-    def _settle(
-        self, call: _Call, rank: int, value: Any, failure: Failure | BaseException | None
-    ) -> None:
-        if failure is not None:
+        elif failure is not None:
+            self._raised.append(number)
             call.error = rank, failure
         else:
+            stages = self._stages
+            stages.ring_wait.record(began - call.began)
+            stages.execute.record(done - began)
+            stages.reply.record(now - done)
             call.values[rank] = value
-            call.missing -= 1
-            if call.missing:
-                while call.values[call.place] is not _NO_REPLY:
-                    call.place += 1
-                return
-        call.settled = True
-        self._calls.pop(call.number, None)
-        if self._followers:
-            with self._turn:
-                self._turn.notify_all()
+        while expected and expected[0] <= number:
+            if expected[0] < number and (earlier := self._calls.get(expected[0])) is not None:
+                # unpickling ran Python code, in which a handler raised
+                earlier.error = rank, RuntimeError("the reply was lost: a signal handler raised")
+                self._forget(earlier)
+            expected.popleft()
+        if call is not None and call.settled():
+            if call.error is None:
+                stages.step.record(now - call.began)
+            self._forget(call)
+        inbox.popleft()
+        return True
 
-    def _log(self, rank: int, failure: Failure) -> None:
+    def _forget(self, call: _Call) -> None:
+        self._calls.pop(call.number, None)
+        self._tell_followers()
+
+    def _log(self, rank: int, failure: Failure | BaseException) -> None:
+        if isinstance(failure, BaseException):
+            failure = failures.pack(failure)
         logger.error(
             "worker %d (pid %d) failed in a call whose caller no longer waits, or had another "
             "worker's reply: %s: %s\n%s",
@@ -502,7 +590,17 @@ class MultiprocExecutor(Executor):
             self._left(0 if rank is None else rank)
         self.check_health()
 
+    def _disown(self) -> None:
+        """In a forked child: another thread may have had any of the locks."""
+        self._foreign = True
+        self._sending = Turn()
+        self._reading = Turn()
+        self._turn = threading.Condition()
+        self._followers = 0
+
     def check_health(self) -> None:
+        if self._foreign:
+            raise IPCError("this executor belongs to the process that this one was forked from")
         if self._failure is not None:
             failure = self._failure
             raise WorkerDied(
@@ -526,7 +624,7 @@ class MultiprocExecutor(Executor):
             graceful: seconds until SIGTERM.
             terminate: seconds from there to SIGKILL.
         """
-        if self._pid != os.getpid():
+        if self._foreign:
             return
         with self._turn:
             if self._closed:
@@ -541,7 +639,7 @@ class MultiprocExecutor(Executor):
         processes.stop(self.children, graceful=graceful, terminate=terminate)
 
     def __del__(self) -> None:
-        if getattr(self, "_out", None) is None or self._closed or self._pid != os.getpid():
+        if getattr(self, "_out", None) is None or self._closed or self._foreign:
             return
         warnings.warn(f"{self!r} was never shut down", ResourceWarning, source=self, stacklevel=2)
         self.shutdown(graceful=1.0, terminate=1.0)
