@@ -30,7 +30,7 @@ void verify_address(struct fipc_address *out) {
     out->n_readers = h->n_readers;
 }
 
-static int open_lock(void) { return (int)fipc_add32_acqrel(&last_fd, 1) + 1; }
+static int open_lock(void) { return (int)fipc_add32_relaxed(&last_fd, 1) + 1; }
 
 int fipc_mem_create(struct fipc_segment *s, uint64_t bytes, const char *shm_dir,
                     const uint8_t id[FIPC_ID_BYTES], uint32_t lock_index, struct fipc_error *err) {
@@ -43,7 +43,9 @@ int fipc_mem_create(struct fipc_segment *s, uint64_t bytes, const char *shm_dir,
     return fipc_lock_byte_take(s->lock_fd, lock_index);
 }
 
-int fipc_mem_publish(struct fipc_segment *s, struct fipc_error *err) {
+int fipc_mem_publish(struct fipc_segment *s, const uint8_t id[FIPC_ID_BYTES],
+                     struct fipc_error *err) {
+    (void)id;
     (void)s;
     (void)err;
     return FIPC_OK;
@@ -116,8 +118,8 @@ void fipc_mem_unregister(struct fipc_segment *s) { (void)s; }
 void fipc_mem_hold_forks(bool hold) { (void)hold; }
 uint32_t fipc_fork_generation(void) { return 0; }
 
-int fipc_sweep(const char *dir, bool dry_run, void (*seen)(void *ctx, const char *path),
-               void *ctx) {
+int fipc_sweep(const char *dir, bool dry_run,
+               void (*seen)(void *ctx, const char *path, int status), void *ctx) {
     (void)dir;
     (void)dry_run;
     (void)seen;

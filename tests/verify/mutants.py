@@ -110,10 +110,10 @@ STEPS = [
         "fipc_ring.c",
         (
             (
-                "    fipc_store64_seqcst(&mine->seq, seq); ",
+                "    fipc_store64_seqcst(&mine->seq, seq); /* R1, M, T */\n",
                 "    bool asleep =\n"
                 "        (fipc_load32_seqcst(&r->control->room_bell) & FIPC_BELL_SLEEPER) != 0;\n"
-                "    fipc_store64_seqcst(&mine->seq, seq); ",
+                "    fipc_store64_seqcst(&mine->seq, seq); /* R1, M, T */\n",
             ),
             (
                 "    if (!(fipc_load32_seqcst(&r->control->room_bell) & FIPC_BELL_SLEEPER)) {",
@@ -126,12 +126,12 @@ STEPS = [
         "fipc_ring.c",
         (
             (
-                "    fipc_store64_seqcst(&mine->seq, seq); ",
+                "    fipc_store64_seqcst(&mine->seq, seq); /* R1, M, T */\n",
                 "    uint64_t others[FIPC_MAX_READERS];\n"
                 "    for (uint32_t i = 0; i < r->n_readers; i++) {\n"
                 "        others[i] = i == r->reader ? seq : fipc_load64_seqcst(&r->cursors[i].seq);\n"
                 "    }\n"
-                "    fipc_store64_seqcst(&mine->seq, seq); ",
+                "    fipc_store64_seqcst(&mine->seq, seq); /* R1, M, T */\n",
             ),
             ("        if (fipc_load64_seqcst(&r->cursors[i].seq) < target) {", "        if (others[i] < target) {"),
         ),
@@ -253,7 +253,7 @@ STEPS = [
                 "            uint64_t c = fipc_load64_acquire(",
             ),
             (
-                " /* R1: its loads are over */\n            least = c < least ? c : least;",
+                " /* R1 */\n            least = c < least ? c : least;",
                 "\n            least = c > least ? c : least;",
             ),
         ),
@@ -273,8 +273,8 @@ STEPS = [
         "members changes before the state does (attach)",
         "fipc_queue.c",
         (
-            ("    fipc_add32_acqrel(&q->ring.control->members, 1); /* J */\n    fipc_queue_wake_writer(q);\n    fipc_point(\"attach-done\");", "    fipc_queue_wake_writer(q);\n    fipc_point(\"attach-done\");"),
-            ("        rc = fipc_peer_join(", "        fipc_add32_acqrel(&q->ring.control->members, 1);\n        rc = fipc_peer_join("),
+            ("    fipc_add32_release(&q->ring.control->members, 1); /* J */\n    fipc_point(\"attach-told\");", "    fipc_point(\"attach-told\");"),
+            ("        rc = fipc_peer_join(", "        fipc_add32_release(&q->ring.control->members, 1);\n        rc = fipc_peer_join("),
         ),
     ),
     Step(
@@ -283,9 +283,9 @@ STEPS = [
         (
             ("    fipc_store32_release(&p->state, FIPC_PEER_JOINING); /* P-state */\n", ""),
             (
-                "    fipc_peer_describe(p, host);\n    /* relaxed: only the holder",
+                "    fipc_peer_describe(p, host);\n    fipc_point(\"attach-described\");",
                 "    fipc_store32_release(&p->state, FIPC_PEER_JOINING);\n"
-                "    fipc_peer_describe(p, host);\n    /* relaxed: only the holder",
+                "    fipc_peer_describe(p, host);\n    fipc_point(\"attach-described\");",
             ),
         ),
     ),
@@ -334,12 +334,12 @@ STEPS = [
         "a dead reader is still counted",
         "fipc_queue.c",
         (("    fipc_point(\"evict\");\n    r->counted[i] = 0;\n", "    fipc_point(\"evict\");\n"),
-         ("    fipc_store64_seqcst(&r->cursors[i].seq, FIPC_CURSOR_LEFT); /* R1 */\n    uint32_t state", "    uint32_t state")),
+         ("    fipc_store64_relaxed(&r->cursors[i].seq, FIPC_CURSOR_LEFT);\n", "")),
     ),
     Step(
         "a dead reader's cursor stays where it is",
         "fipc_queue.c",
-        (("    fipc_store64_seqcst(&r->cursors[i].seq, FIPC_CURSOR_LEFT); /* R1 */\n    uint32_t state", "    uint32_t state"),),
+        (("    fipc_store64_relaxed(&r->cursors[i].seq, FIPC_CURSOR_LEFT);\n", ""),),
     ),
     Step(
         "a lock that is taken without asking",
@@ -355,10 +355,10 @@ STEPS = [
         "shutdown rings before it says stop",
         "fipc_queue.c",
         (
-            ("    fipc_store32_release(&q->stop, 1); /* X-set */\n", ""),
+            ("    fipc_store32_relaxed(&q->stop, 1);\n", ""),
             (
                 "    q->ops->wake(q->ops->ctx, &q->lock.word);\n}\n",
-                "    q->ops->wake(q->ops->ctx, &q->lock.word);\n    fipc_store32_release(&q->stop, 1);\n}\n",
+                "    q->ops->wake(q->ops->ctx, &q->lock.word);\n    fipc_store32_relaxed(&q->stop, 1);\n}\n",
             ),
         ),
     ),
@@ -380,7 +380,7 @@ SMOKE_ORDERS = [
     "fipc_ring.c fipc_ring_scan: load seq acquire -> relaxed",
     "fipc_ring.c fipc_ring_ack: store seq seqcst -> release",
     "fipc_ring.c fipc_bell_park: or bell seqcst -> acqrel",
-    "fipc_wait.c fipc_lock_drop: swap word acqrel -> acquire",
+    "fipc_wait.c fipc_lock_drop: swap word release -> relaxed",
     "fipc_queue.c grant: store granted release -> relaxed",
 ]
 

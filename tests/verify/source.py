@@ -143,7 +143,7 @@ def _entries(text: str, title: str) -> list[str]:
 
 
 PAIR = re.compile(
-    rf"({LABEL})  ([\w., ]+?): (.*?) (<->|->)(?: ({LABEL}))? (.*?)(?:\. |\.$)(.*)$"
+    rf"({LABEL}) +([\w., ]+?): (.*?) (<->|->)(?: ({LABEL}))? (.*?)(?:\. |\.$)(.*)$"
 )
 
 
