@@ -45,19 +45,32 @@ static inline void fipc_store32_release(fipc_a32 *p, uint32_t v) {
 static inline uint32_t fipc_or32_seqcst(fipc_a32 *p, uint32_t v) {
     return atomic_fetch_or_explicit(p, v, memory_order_seq_cst);
 }
+static inline uint32_t fipc_add32_relaxed(fipc_a32 *p, uint32_t v) {
+    return atomic_fetch_add_explicit(p, v, memory_order_relaxed);
+}
 static inline uint32_t fipc_add32_acqrel(fipc_a32 *p, uint32_t v) {
     return atomic_fetch_add_explicit(p, v, memory_order_acq_rel);
 }
-static inline uint32_t fipc_swap32_acqrel(fipc_a32 *p, uint32_t v) {
-    return atomic_exchange_explicit(p, v, memory_order_acq_rel);
+static inline uint32_t fipc_add32_release(fipc_a32 *p, uint32_t v) {
+    return atomic_fetch_add_explicit(p, v, memory_order_release);
+}
+static inline uint32_t fipc_swap32_acquire(fipc_a32 *p, uint32_t v) {
+    return atomic_exchange_explicit(p, v, memory_order_acquire);
+}
+static inline uint32_t fipc_swap32_release(fipc_a32 *p, uint32_t v) {
+    return atomic_exchange_explicit(p, v, memory_order_release);
 }
 static inline bool fipc_cas32_acquire(fipc_a32 *p, uint32_t *expected, uint32_t v) {
     return atomic_compare_exchange_strong_explicit(p, expected, v, memory_order_acquire,
                                                    memory_order_relaxed);
 }
-static inline bool fipc_cas32_seqcst(fipc_a32 *p, uint32_t *expected, uint32_t v) {
-    return atomic_compare_exchange_strong_explicit(p, expected, v, memory_order_seq_cst,
-                                                   memory_order_seq_cst);
+static inline bool fipc_cas32_release(fipc_a32 *p, uint32_t *expected, uint32_t v) {
+    return atomic_compare_exchange_strong_explicit(p, expected, v, memory_order_release,
+                                                   memory_order_relaxed);
+}
+static inline bool fipc_cas32_relaxed(fipc_a32 *p, uint32_t *expected, uint32_t v) {
+    return atomic_compare_exchange_strong_explicit(p, expected, v, memory_order_relaxed,
+                                                   memory_order_relaxed);
 }
 
 static inline uint64_t fipc_load64_relaxed(const fipc_a64 *p) {

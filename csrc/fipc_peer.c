@@ -1,6 +1,15 @@
-/* Pairs in this file
- *   P-state  store release in join/leave/grant  -> load acquire wherever a state is looked at:
- *            pid, pid_ns, host and epoch of the rank travel across it
+/* fipc_peer.c: the registry of ranks.
+ *
+ * Pairs (that in fipc_ring.h counts as well)
+ *   P-state  state: store release in fipc_peer_join, fipc_queue_close -> load acquire in
+ *            fipc_queue_members, evict, fipc_queue_peer. Travels: pid, pid_ns, host and epoch of
+ *            the rank. (The writer's own changes of a state are read-modify-writes, which hand on
+ *            what they read.)
+ *
+ * Relaxed
+ *   pid, pid_ns, host, epoch: they travel with the state, or are the rank's own.
+ *   state: where its owner or the writer looks at what it stored itself; in fipc_peer_dead since
+ *          the kernel's lock orders the looks.
  */
 #include "fipc_peer.h"
 
@@ -95,7 +104,10 @@ int fipc_peer_join(struct fipc_peer *p, const struct fipc_segment *s, uint32_t r
 }
 
 bool fipc_peer_dead(const struct fipc_peer *p, const struct fipc_segment *s, uint32_t reader) {
-    uint32_t before = fipc_load32_acquire(&p->state); /* P-state */
+    /* relaxed, both looks: asking the kernel lies between them and orders them. Its lock makes what
+     * came before the byte was given back visible to whoever finds it free (who asks holds a byte
+     * of its own, so that the kernel really takes that lock). */
+    uint32_t before = fipc_load32_relaxed(&p->state);
     uint32_t epoch = fipc_load32_relaxed(&p->epoch);
     if (before != FIPC_PEER_JOINING && before != FIPC_PEER_ACTIVE) {
         return before == FIPC_PEER_DEAD;
@@ -104,7 +116,7 @@ bool fipc_peer_dead(const struct fipc_peer *p, const struct fipc_segment *s, uin
         return false;
     }
     /* It may have closed in an orderly way, or been replaced, between the two looks. */
-    uint32_t after = fipc_load32_acquire(&p->state); /* P-state */
+    uint32_t after = fipc_load32_relaxed(&p->state);
     return (after == FIPC_PEER_JOINING || after == FIPC_PEER_ACTIVE) &&
            fipc_load32_relaxed(&p->epoch) == epoch;
 }

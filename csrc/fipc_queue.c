@@ -1,14 +1,27 @@
 /* fipc_queue.c: the life of a queue's end, who is alive, and waiting.
  *
  * Pairs in this file (those of the ring are in fipc_ring.h, those of peers in fipc_peer.c)
- *   X-set   stop: store release in shutdown      -> X-stop load acquire in waits: nothing travels
- *   C-set   writer_state: store release in close -> C-get load acquire by readers: all that the
- *           writer published before it, so that a reader that sees "closed" and then an empty
- *           slot has drained
- *   E-set   ready: store release by the writer   -> E-get load acquire in wait_ready
- *   A-set   adopted: store release in adopt      -> A-get load acquire by this reader's other
- *           threads: where it begins to read
- *   J, G    see fipc_ring.h
+ *   C-set  writer_state: store in fipc_queue_close -> C-get load in writer_gone. Travels: all that
+ *          the writer published before it, so that a reader that sees "closed" and then an empty
+ *          slot has drained.
+ *   E-set  ready: store in fipc_queue_members -> E-get load in ready_ready. Travels: everybody's
+ *          state, so that who knows that all have attached sees them all.
+ *   A-set  adopted: store in fipc_queue_adopt -> A-get load in fipc_queue_reader_ready. Travels:
+ *          next_seen, where this reader begins to read, to its other threads.
+ *
+ * Relaxed in this file
+ *   stop: nothing travels with it; that a sleeper sees it is the bell's doing (pair B).
+ *   adopted: under the lock, which orders it.
+ *   granted: what the writer stored itself, or, at creation, before anyone can attach.
+ *   seq: looks that change nothing (name_culprit, has_room, size); the writer's own line
+ *         once its owner is gone, handed over with G or found by who sees the bell's bit.
+ *   ready: what the writer stored itself.
+ *   state: the writer's change by exchange hands on what it read (P-state).
+ *   writer_state: nothing is read on its account (peer), or the kernel's lock orders it (writer_gone).
+ *   epoch, pid: they travel with the state.
+ *   messages, next_seen, attached, counter: hints and statistics.
+ *   next_probe, penance, sentence, history, partial, writer_dead: hints among one end's threads.
+ *   waits, sleeps, wakes: statistics.
  */
 #include "fipc_queue.h"
 
@@ -62,7 +75,7 @@ int fipc_queue_usable(struct fipc_queue *q) {
     if (q->fork_generation != fipc_fork_generation()) {
         return FIPC_FORKED;
     }
-    return q->closed || fipc_load32_acquire(&q->stop) ? FIPC_SHUTDOWN : FIPC_OK; /* X-stop */
+    return q->closed || fipc_load32_relaxed(&q->stop) ? FIPC_SHUTDOWN : FIPC_OK;
 }
 
 int fipc_queue_enter(struct fipc_queue *q, struct fipc_call *call) {
@@ -278,8 +291,8 @@ int fipc_queue_attach(fipc_queue **out, const struct fipc_address *a, uint32_t r
         return rc;
     }
     fipc_store64_relaxed(&q->next_probe, now_of(q) + FIPC_SLICE_NS);
-    fipc_queue_adopt(q);                             /* at once, for the first process of a rank */
-    fipc_add32_acqrel(&q->ring.control->members, 1); /* J */
+    fipc_queue_adopt(q);                              /* at once, for the first process of a rank */
+    fipc_add32_release(&q->ring.control->members, 1); /* J */
     fipc_point("attach-told");
     fipc_queue_wake_writer(q);
     fipc_point("attach-done");
@@ -303,7 +316,9 @@ void fipc_queue_shutdown(fipc_queue *q) {
     if (q->fork_generation != fipc_fork_generation()) {
         return;
     }
-    fipc_store32_release(&q->stop, 1); /* X-set */
+    /* relaxed, and so are the looks at it: nothing travels with it, and that a sleeper sees it is
+     * the bell's doing (pair B) */
+    fipc_store32_relaxed(&q->stop, 1);
     if (q->seg.base != NULL) {
         wake(q, q->is_writer ? &q->ring.control->room_bell : &q->ring.control->data_bell);
     }
@@ -324,11 +339,11 @@ void fipc_queue_close(fipc_queue *q) {
             fipc_queue_wake_readers(q);
         } else {
             /* The cursor first: the writer may stop waiting for this reader at once. */
-            fipc_store64_seqcst(&r->cursors[r->reader].seq, FIPC_CURSOR_LEFT); /* R1 */
+            fipc_store64_release(&r->cursors[r->reader].seq, FIPC_CURSOR_LEFT); /* R1 */
             fipc_point("close-cursor");
             fipc_store32_release(&r->peers[r->reader].state, FIPC_PEER_LEFT); /* P-state */
             fipc_point("close-left");
-            fipc_add32_acqrel(&r->control->members, 1); /* J */
+            fipc_add32_release(&r->control->members, 1); /* J */
             fipc_queue_wake_writer(q);
         }
         fipc_point("close-told");
@@ -358,8 +373,7 @@ static void name_peer(struct fipc_queue *q, int64_t reader, struct fipc_error *e
 static void grant(struct fipc_queue *q, uint32_t i, uint32_t epoch) {
     struct fipc_ring *r = &q->ring;
     /* Where no process of this rank has read anything yet, what was sent is still kept for it. */
-    bool untouched =
-        r->counted[i] && !q->dead[i] && fipc_load64_acquire(&r->cursors[i].seq) == 0; /* R1 */
+    bool untouched = r->counted[i] && !q->dead[i] && fipc_load64_relaxed(&r->cursors[i].seq) == 0;
     if (!untouched) {
         fipc_store64_relaxed(&r->cursors[i].messages, r->messages);
         fipc_store64_relaxed(&r->cursors[i].seq, r->next - 1);
@@ -396,7 +410,7 @@ void fipc_queue_members(struct fipc_queue *q) {
             }
             news = true;
             /* fails when it has left meanwhile: then members has changed again */
-            fipc_cas32_seqcst(&r->peers[i].state, &state, FIPC_PEER_ACTIVE);
+            fipc_cas32_relaxed(&r->peers[i].state, &state, FIPC_PEER_ACTIVE);
         }
         if (state == FIPC_PEER_LEFT) {
             r->counted[i] = 0;
@@ -425,7 +439,7 @@ static void evict(struct fipc_queue *q, uint32_t i) {
     r->counted[i] = 0;
     /* The owner is dead, so its line is free to be written: nobody who passes a target waits for
      * this cursor to pass it too. */
-    fipc_store64_seqcst(&r->cursors[i].seq, FIPC_CURSOR_LEFT); /* R1 */
+    fipc_store64_relaxed(&r->cursors[i].seq, FIPC_CURSOR_LEFT);
     fipc_point("evict-cursor");
     uint32_t state = fipc_load32_acquire(&r->peers[i].state); /* P-state */
     /* JOINING in a later epoch is a replacement, that has joined meanwhile: members admits it. But
@@ -433,7 +447,7 @@ static void evict(struct fipc_queue *q, uint32_t i) {
     bool same =
         fipc_load32_relaxed(&r->peers[i].epoch) == fipc_load32_relaxed(&r->peers[i].granted);
     if (state == FIPC_PEER_ACTIVE || (same && state == FIPC_PEER_JOINING)) {
-        fipc_cas32_seqcst(&r->peers[i].state, &state, FIPC_PEER_DEAD);
+        fipc_cas32_relaxed(&r->peers[i].state, &state, FIPC_PEER_DEAD);
     }
     fipc_point("evicted");
     if (q->dead[i]) {
@@ -556,7 +570,7 @@ static int writer_gone(struct fipc_queue *q, bool drain, uint64_t now, struct fi
         fipc_store64_relaxed(&q->next_probe, now + FIPC_SLICE_NS);
         if (!fipc_lock_byte_held(q->seg.lock_fd, FIPC_WRITER_LOCK)) {
             /* it gives its lock back only after it has stored that it closed */
-            bool closed = fipc_load32_acquire(&c->writer_state) == FIPC_WRITER_CLOSED; /* C-get */
+            bool closed = fipc_load32_relaxed(&c->writer_state) == FIPC_WRITER_CLOSED;
             fipc_store32_relaxed(&q->writer_dead, !closed);
             reason = closed ? FIPC_CLOSED : FIPC_PEER_DIED;
         }
@@ -570,7 +584,7 @@ static int writer_gone(struct fipc_queue *q, bool drain, uint64_t now, struct fi
 
 /* A reason, other than what is waited for, to end a wait. */
 static int look(struct fipc_queue *q, bool drain, uint64_t now, struct fipc_error *err) {
-    if (fipc_load32_acquire(&q->stop)) { /* X-stop */
+    if (fipc_load32_relaxed(&q->stop)) {
         return FIPC_SHUTDOWN;
     }
     if (!q->is_writer) {
@@ -721,7 +735,7 @@ static bool spin(struct fipc_queue *q, fipc_ready_fn ready, uint64_t end) {
         if (ready(q, false)) {
             return true;
         }
-        if (i % 16 == 0 && (fipc_load32_acquire(&q->stop) /* X-stop */ || now_of(q) >= end)) {
+        if (i % 16 == 0 && (fipc_load32_relaxed(&q->stop) || now_of(q) >= end)) {
             return false;
         }
     }
@@ -735,7 +749,7 @@ static void name_culprit(struct fipc_queue *q, struct fipc_call *call, uint64_t 
         struct fipc_ring *r = &q->ring;
         uint64_t slowest = FIPC_CURSOR_LEFT;
         for (uint32_t i = 0; i < r->n_readers; i++) {
-            uint64_t c = fipc_load64_acquire(&r->cursors[i].seq); /* R1 */
+            uint64_t c = fipc_load64_relaxed(&r->cursors[i].seq);
             if (r->counted[i] && c < slowest) {
                 slowest = c;
                 who = i;
@@ -874,8 +888,8 @@ int fipc_queue_wait_readable(fipc_queue *q, struct fipc_call *call, struct fipc_
 
 static bool any_readable(fipc_queue *const *queues, uint32_t n) {
     for (uint32_t i = 0; i < n; i++) {
-        if (fipc_queue_reader_ready(queues[i], false) || fipc_load32_acquire(&queues[i]->stop)) {
-            return true; /* X-stop */
+        if (fipc_queue_reader_ready(queues[i], false) || fipc_load32_relaxed(&queues[i]->stop)) {
+            return true;
         }
     }
     return false;
@@ -959,8 +973,7 @@ int fipc_queue_peer(fipc_queue *q, int64_t reader, struct fipc_peer_info *out) {
     out->pid = (int64_t)fipc_load64_relaxed(&p->pid);
     fipc_peer_host(p, out->host);
     if (reader < 0) {
-        bool closed =
-            fipc_load32_acquire(&r->control->writer_state) == FIPC_WRITER_CLOSED; /* C-get */
+        bool closed = fipc_load32_relaxed(&r->control->writer_state) == FIPC_WRITER_CLOSED;
         out->state = closed ? FIPC_PEER_LEFT : FIPC_PEER_ACTIVE;
         return FIPC_OK;
     }
@@ -1022,7 +1035,7 @@ bool fipc_queue_has_room(fipc_queue *q) {
     const struct fipc_ring *r = &q->ring;
     uint64_t published = fipc_load64_relaxed(&r->next_seen) - 1;
     for (uint32_t i = 0; i < r->n_readers; i++) {
-        uint64_t c = fipc_load64_acquire(&r->cursors[i].seq); /* R1 */
+        uint64_t c = fipc_load64_relaxed(&r->cursors[i].seq);
         if (r->counted[i] && c < published && published - c >= r->n_slots) {
             return false;
         }

@@ -98,9 +98,10 @@ int fipc_queue_send_inline(fipc_queue *q, const struct fipc_piece *pieces, uint6
     }
     struct fipc_gather g;
     rc = FIPC_WOULD_BLOCK;
-    /* Whatever is unusual goes the long way: newcomers, the dead, the moment to probe. */
-    if (fipc_load32_acquire(&q->ring.control->members) == q->members_seen /* J */ &&
-        q->n_dead == 0 && !q->everyone_left && !fipc_queue_probe_due(q)) {
+    /* Whatever is unusual goes the long way: newcomers, the dead, the moment to probe. (relaxed: the
+     * long way looks again with J.) */
+    if (fipc_load32_relaxed(&q->ring.control->members) == q->members_seen && q->n_dead == 0 &&
+        !q->everyone_left && !fipc_queue_probe_due(q)) {
         int init = fipc_gather_init(&g, pieces, n);
         if (init != FIPC_OK) {
             no_error(err);
@@ -178,7 +179,7 @@ static void keep_close(struct fipc_queue *q, uint64_t deadline) {
             q->aloof = true;
             return;
         }
-        if (now >= deadline || fipc_load32_acquire(&q->stop) /* X-stop */) {
+        if (now >= deadline || fipc_load32_relaxed(&q->stop)) {
             return;
         }
     }

@@ -49,7 +49,7 @@ uint64_t fipc_ring_scan(struct fipc_ring *r) {
     uint64_t least = FIPC_CURSOR_LEFT;
     for (uint32_t i = 0; i < r->n_readers; i++) {
         if (r->counted[i]) {
-            uint64_t c = fipc_load64_acquire(&r->cursors[i].seq); /* R1: its loads are over */
+            uint64_t c = fipc_load64_acquire(&r->cursors[i].seq); /* R1 */
             least = c < least ? c : least;
         }
     }
@@ -165,7 +165,7 @@ void fipc_ring_seek(struct fipc_ring *r, uint64_t seq) {
 
 struct fipc_slot *fipc_ring_peek(const struct fipc_ring *r, struct fipc_record *record, bool *bad) {
     struct fipc_slot *slot = fipc_ring_slot(r);
-    if (fipc_load64_acquire(&slot->written) != r->next) { /* W1: record and payload are there */
+    if (fipc_load64_acquire(&slot->written) != r->next) { /* W1 */
         return NULL;
     }
     *record = (struct fipc_record){.len = slot->len,
@@ -196,7 +196,8 @@ bool fipc_ring_ack(struct fipc_ring *r, bool last) {
     if (!(fipc_load32_seqcst(&r->control->room_bell) & FIPC_BELL_SLEEPER)) { /* M */
         return false;
     }
-    uint64_t target = fipc_load64_seqcst(&r->control->room_target); /* M */
+    /* relaxed: the bell's bit brought it along, and a later target does as well */
+    uint64_t target = fipc_load64_relaxed(&r->control->room_target);
     if (seq < target) {
         return false;
     }
@@ -212,11 +213,11 @@ bool fipc_ring_ack(struct fipc_ring *r, bool last) {
 /* ---- doorbells ----------------------------------------------------------------------------- */
 
 uint32_t fipc_bell_park(fipc_a32 *bell) {
-    return fipc_or32_seqcst(bell, FIPC_BELL_SLEEPER) | FIPC_BELL_SLEEPER; /* D, M */
+    return fipc_or32_seqcst(bell, FIPC_BELL_SLEEPER) | FIPC_BELL_SLEEPER; /* D, M, B */
 }
 
 void fipc_bell_ring(fipc_a32 *bell) {
     uint32_t seen = fipc_load32_relaxed(bell); /* relaxed: the exchange below verifies it */
-    while (!fipc_cas32_seqcst(bell, &seen, (seen + FIPC_BELL_STEP) & ~FIPC_BELL_SLEEPER)) {
+    while (!fipc_cas32_release(bell, &seen, (seen + FIPC_BELL_STEP) & ~FIPC_BELL_SLEEPER)) { /* B */
     }
 }

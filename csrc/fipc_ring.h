@@ -20,21 +20,34 @@
  *
  * Sequence numbers count up from 1 in 64 bits and don't wrap in the life of a machine.
  *
- * Pairs (every acquire names its release)
- *   W1  slot.written: store seq_cst in ring_publish  -> load acquire in ring_peek.
- *       Travels: the slot's record, the payload, the chunk's bytes.
- *   R1  cursor.seq: store seq_cst in ring_ack  -> load acquire in ring_scan.
- *       Travels: the end of the reader's loads from slot and chunk, which the writer overwrites.
- *   D   park and publish (store buffering): publish stores W1, then loads data_bell; a sleeper
- *       ORs its bit into data_bell, then loads W1 again. All four seq_cst.
- *   M   park and ack: ack stores R1, then loads room_bell; the writer stores room_target, ORs
- *       its bit into room_bell, then loads the cursors again. All seq_cst.
- *   T   two last acks: each reader stores its own cursor, then loads the others'. All seq_cst, so
- *       at least one of two readers that pass the target together sees that both have.
- *   J   members: add acq_rel by who attaches or leaves  -> load acquire by the writer.
- *       Travels: the peer's state.
- *   G   peer.granted: store release by the writer -> load acquire by the joiner.
- *       Travels: the cursor from which it may read.
+ * Pairs (every acquire names its release; "<->" is store buffering: sequentially consistent)
+ *   W1  written: store in fipc_ring_publish -> load in fipc_ring_peek. Travels: the slot's record,
+ *       the payload, the chunk's bytes.
+ *   R1  seq: store in fipc_ring_ack, fipc_queue_close -> load in fipc_ring_scan,
+ *       fipc_ring_scan_parked. Travels: the end of the reader's loads from slot and chunk, which the
+ *       writer overwrites.
+ *   D   written, written_of, data_bell, bell: store, load in fipc_ring_publish <-> or, load in
+ *       fipc_bell_park, fipc_ring_readable_parked. Park and publish: a publisher stores W1, then
+ *       looks for sleepers; a sleeper announces itself, then looks at W1 again.
+ *   M   seq, room_bell, bell: store, load in fipc_ring_ack <-> or, load in fipc_bell_park,
+ *       fipc_ring_scan_parked. Park and ack: a reader stores R1, then looks whether the writer
+ *       sleeps; the writer announces itself (and before it the target), then looks at R1 again.
+ *   T   seq: store, load in fipc_ring_ack <-> store, load in fipc_ring_ack. Two last acks: at least
+ *       one of two readers that pass the target together sees that both have.
+ *   B   bell: cas in fipc_bell_ring -> or in fipc_bell_park. Travels: what the ringer wants to be
+ *       seen, where it rings without looking (members, granted, ready, closed, stop): either the
+ *       sleeper announces itself after the ring and sees it, or the ring changes the word under it.
+ *   J   members: add in fipc_queue_attach, fipc_queue_close -> load in fipc_queue_members. Travels:
+ *       the peer's state.
+ *   G   granted: store in grant -> load in fipc_queue_adopt, ready_ready. Travels: the cursor from
+ *       which it may read.
+ *
+ * Relaxed
+ *   next_seen: a hint for threads that don't hold the lock; who takes a message looks with W1.
+ *   writing, head, messages: for people, statistics, and who looks after a death.
+ *   room_target: pair M's bit travels behind it.
+ *   written_of: a hint in fipc_ring_readable, as next_seen.
+ *   bell: the first look of fipc_bell_ring, which its exchange verifies.
  */
 #ifndef FIPC_RING_H
 #define FIPC_RING_H

@@ -1,3 +1,14 @@
+/* fipc_wait.c: the clock, and the lock of one process's threads.
+ *
+ * Pairs in this file
+ *   L-drop  word: swap release in fipc_lock_drop -> L-take cas acquire, swap acquire in
+ *           fipc_lock_try, fipc_lock_take. Travels: all that is done under the lock.
+ *
+ * Relaxed in this file
+ *   next: different numbers are all that is wanted of it.
+ *   owner: only its own thread compares it with itself.
+ *   stop: see fipc_queue.c.
+ */
 #include "fipc_wait.h"
 
 #include <time.h>
@@ -12,7 +23,7 @@ uint64_t fipc_thread_id(void) {
     static fipc_a32 next;
     static _Thread_local uint64_t mine;
     if (mine == 0) {
-        mine = (uint64_t)fipc_add32_acqrel(&next, 1) + 1;
+        mine = (uint64_t)fipc_add32_relaxed(&next, 1) + 1; /* relaxed: different is enough */
     }
     return mine;
 }
@@ -24,8 +35,7 @@ bool fipc_lock_mine(const struct fipc_lock *l) {
 
 bool fipc_lock_try(struct fipc_lock *l) {
     uint32_t seen = 0;
-    if (!fipc_cas32_acquire(&l->word, &seen, 1)) { /* L-take, pairs with L-drop: all state under
-                                                      the lock */
+    if (!fipc_cas32_acquire(&l->word, &seen, 1)) { /* L-take */
         return false;
     }
     fipc_store64_relaxed(&l->owner, fipc_thread_id());
@@ -41,11 +51,11 @@ int fipc_lock_take(struct fipc_lock *l, const struct fipc_waitops *ops, const fi
         return FIPC_REENTRANT;
     }
     for (;;) {
-        if (fipc_swap32_acqrel(&l->word, 2) == 0) { /* L-take */
+        if (fipc_swap32_acquire(&l->word, 2) == 0) { /* L-take */
             fipc_store64_relaxed(&l->owner, fipc_thread_id());
             return FIPC_OK;
         }
-        if (fipc_load32_acquire(stop)) { /* X-stop, pairs with X-set in fipc_queue_shutdown */
+        if (fipc_load32_relaxed(stop)) { /* relaxed: see fipc_queue_shutdown */
             return FIPC_SHUTDOWN;
         }
         uint64_t now = ops->now(ops->ctx);
@@ -61,7 +71,7 @@ int fipc_lock_take(struct fipc_lock *l, const struct fipc_waitops *ops, const fi
 
 void fipc_lock_drop(struct fipc_lock *l, const struct fipc_waitops *ops) {
     fipc_store64_relaxed(&l->owner, 0);
-    if (fipc_swap32_acqrel(&l->word, 0) == 2) { /* L-drop */
+    if (fipc_swap32_release(&l->word, 0) == 2) { /* L-drop */
         ops->wake(ops->ctx, &l->word);
     }
 }

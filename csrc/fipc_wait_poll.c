@@ -42,7 +42,7 @@ int fipc_wait_words(const struct fipc_waitops *ops, const fipc_a32 *const *words
     uint64_t step = FIRST_NS;
     for (;;) {
         for (uint32_t i = 0; i < n; i++) {
-            if (fipc_load32_relaxed(words[i]) != expected[i]) { /* a hint: the caller looks again */
+            if (fipc_load32_relaxed(words[i]) != expected[i]) { /* relaxed: a hint */
                 return FIPC_OK;
             }
         }
