@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fastipc import __version__, demo
+from fastipc import __version__, clean, demo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"fastipc {__version__}")
     nouns = parser.add_subparsers(dest="noun", metavar="command", required=True)
     demo.add_parser(nouns)
+    clean.add_parser(nouns)
     arguments = parser.parse_args(argv)
     code: int = arguments.run(arguments)
     return code
