@@ -167,7 +167,8 @@ static int create_memfd(struct fipc_segment *s, uint32_t lock_index, struct fipc
         return system_error(err, "memfd_create");
     }
     fipc_point("create-opened");
-    if (ftruncate(s->fd, (off_t)s->bytes) != 0) {
+    /* A memfd is born with mode 0777: what keeps others out are the rules of /proc alone. */
+    if (fchmod(s->fd, 0600) != 0 || ftruncate(s->fd, (off_t)s->bytes) != 0) {
         return system_error(err, "ftruncate of the segment");
     }
     /* Without this a peer could truncate the segment under us, and the next touch would be SIGBUS. */
@@ -317,10 +318,13 @@ static int open_both(struct fipc_segment *s, const char *path) {
     s->fd = open_found(path);
     s->lock_fd = s->fd < 0 ? -1 : open_found(path);
     if (s->lock_fd >= 0 && fstat(s->fd, &one) == 0 && fstat(s->lock_fd, &two) == 0) {
-        if (one.st_ino == two.st_ino && one.st_dev == two.st_dev) {
+        /* Another user who knows the name could lay a segment of his own there, once ours has lost
+         * its name; and root could open it. */
+        bool ours = one.st_uid == geteuid();
+        if (ours && one.st_ino == two.st_ino && one.st_dev == two.st_dev) {
             return FIPC_OK;
         }
-        errno = ENOENT; /* replaced meanwhile */
+        errno = ours ? ENOENT /* replaced meanwhile */ : EACCES;
     }
     int why = errno;
     fipc_mem_close(s);

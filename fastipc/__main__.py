@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fastipc import __version__, demo, plan, server
+from fastipc import __version__, clean, demo, plan, server
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_parser(nouns)
     plan.add_parser(nouns)
     server.add_parser(nouns)
+    clean.add_parser(nouns)
     arguments = parser.parse_args(argv)
     code: int = arguments.run(arguments)
     return code

@@ -3,7 +3,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
-from _typeshed import ReadableBuffer
+from _typeshed import ReadableBuffer, StrPath
 
 NOTHING: object
 
@@ -141,3 +141,4 @@ def join(items: list[Any], joined: int, prefix: int = 0) -> tuple[Block, bool]: 
 def split(data: ReadableBuffer, offset: int, bare: bool) -> bytes | list[Block]: ...
 def wait_any(ends: list[Endpoint], timeout: float | None = None) -> list[int]: ...
 def process_start(pid: int) -> int: ...
+def sweep(directory: StrPath, dry_run: bool) -> list[tuple[str, int]]: ...

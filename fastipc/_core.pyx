@@ -1191,3 +1191,19 @@ def wait_any(list ends, timeout=None):
 def process_start(int64_t pid):
     """When the process started, in clock ticks since boot; 0 when that can't be known."""
     return fipc_process_start(pid)
+
+
+cdef void _swept(void *ctx, const char *path, int sys_errno) noexcept with gil:
+    (<list>ctx).append((os.fsdecode(<bytes>path), sys_errno))
+
+
+def sweep(directory, bint dry_run):
+    """Removes this user's named segments whose writers are gone: [(path, errno or 0)]. dry_run
+    only tells which."""
+    cdef list found = []
+    cdef bytes encoded = os.fsencode(directory)
+    cdef const char *path = encoded
+    cdef void *ctx = <void *>found
+    with nogil:
+        fipc_sweep(path, dry_run, _swept, ctx)
+    return found

@@ -184,3 +184,5 @@ cdef extern from "fastipc.h" nogil:
     uint64_t fipc_now()
     uint64_t fipc_process_start(int64_t pid)
     const char *fipc_status_text(int status)
+    int fipc_sweep(const char *dir, bint dry_run,
+                   void (*seen)(void *ctx, const char *path, int sys_errno) noexcept, void *ctx)

@@ -4,22 +4,16 @@ Factories (`make_zmq_socket`, `zmq_socket_ctx`), names (`make_zmq_path`, `get_op
 ...), and `send_frames`, which knows when ZMQ has let go of every frame.
 
 Fork: sockets and contexts belong to the process that made them, as with pyzmq. The directory of ipc
-    sockets does
-too: a forked child leaves its parent's alone, and makes its own when it asks for a path.
+sockets does too: a forked child leaves its parent's alone, and makes its own when it asks for a
+path.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
-import fcntl
 import ipaddress
-import itertools
 import os
-import stat
-import sys
-import tempfile
 import threading
 import time
 import uuid
@@ -30,7 +24,7 @@ from typing import Any
 
 import zmq
 
-from .settings import settings
+from .private_dirs import MAX_IPC_PATH, SocketDirectory, base_directory, sweep_sockets
 
 __all__ = [
     "BufferPool",
@@ -49,9 +43,6 @@ __all__ = [
     "split_zmq_path",
     "zmq_socket_ctx",
 ]
-
-# The socket address field holds 108 bytes, the last of them zero.
-MAX_IPC_PATH = 107
 
 # How long unsent messages are kept for an absent peer when a socket is closed and nobody asked for
 # a linger: long enough for a peer that is there, short enough for a process to end (ZMQ's own
@@ -143,124 +134,10 @@ def remove_orphaned_directories() -> None:
     """Remove the directories of this user's processes that ended without removing theirs. Those of
     living processes are told by locks that the kernel holds, and stay."""
     with contextlib.suppress(OSError):
-        _directory._sweep(_directory._base())
+        sweep_sockets(base_directory())
 
 
-class _SocketDirectory:
-    """The private directory of this process's ipc sockets."""
-
-    # The kernel holds a lock on the directory as long as its owner lives, and drops it however the
-    # owner ends. So whoever gets the lock on another's directory may remove it. The owner checks,
-    # after locking, that the directory is still there: a sweeper may have been in between.
-    prefix = "fastipc-"
-    _random = 8  # what mkdtemp appends
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._path: str | None = None
-        self._fd = -1
-        self._names = itertools.count()
-
-    def socket_path(self) -> str:
-        with self._lock:
-            if self._path is None:
-                self._create()
-            return f"{self._path}/{next(self._names)}"
-
-    def _create(self) -> None:
-        base = self._base()
-        self._sweep(base)
-        while True:
-            path = tempfile.mkdtemp(prefix=self.prefix, dir=base)  # mode 0700
-            fd = -1
-            with contextlib.suppress(BlockingIOError, FileNotFoundError):
-                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.stat(path), os.fstat(fd)):
-                    break
-            if fd >= 0:  # a sweeper got it before it was locked: another one then
-                os.close(fd)
-        self._path, self._fd = path, fd
-        atexit.register(self.remove)
-        # Children of multiprocessing end without atexit, but run these. Others have no need to
-        # import it.
-        util: Any = sys.modules.get("multiprocessing.util")
-        if util is not None:
-            util.Finalize(self, self.remove, exitpriority=-100)
-
-    def _base(self) -> str:
-        # Two slashes, the name, and room for a million sockets.
-        room = MAX_IPC_PATH - (2 + len(self.prefix) + self._random + 6)
-        base = settings().rpc_base_path
-        if base is None:
-            base = tempfile.gettempdir()
-            if len(os.fsencode(base)) > room:
-                base = "/tmp"
-        base = os.path.abspath(base)
-        length = len(os.fsencode(base))
-        if length > room:
-            raise OSError(
-                errno.ENAMETOOLONG,
-                f"no room for a socket under a directory of {length} bytes (at most {room}); "
-                "set FASTIPC_RPC_BASE_PATH to a shorter one",
-                base,
-            )
-        return base
-
-    def _sweep(self, base: str) -> None:
-        """Remove the directories of processes that are gone."""
-        with contextlib.suppress(OSError), os.scandir(base) as entries:
-            for entry in entries:
-                if (
-                    entry.name.startswith(self.prefix)
-                    and len(entry.name) == len(self.prefix) + self._random
-                ):
-                    self._sweep_one(entry.path)
-
-    def _sweep_one(self, path: str) -> None:
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return
-        try:
-            info = os.fstat(fd)
-            if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) != 0o700:
-                return
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.stat(path), info):
-                self._empty(path)
-        except OSError:
-            pass  # it has an owner, or somebody else was faster
-        finally:
-            os.close(fd)
-
-    @staticmethod
-    def _empty(path: str) -> None:
-        # Sockets only: a file of any other kind is not ours, and keeps its directory.
-        with os.scandir(path) as entries:
-            for entry in entries:
-                if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(entry.path)
-        os.rmdir(path)
-
-    def remove(self) -> None:
-        with self._lock:
-            path, fd, self._path, self._fd = self._path, self._fd, None, -1
-        if path is not None:
-            with contextlib.suppress(OSError):
-                self._empty(path)
-            os.close(fd)
-
-    def after_fork_in_child(self) -> None:
-        # Closed, not unlocked: the lock belongs to the open file, which the parent still has.
-        if self._fd >= 0:
-            os.close(self._fd)
-        self.__init__()  # type: ignore[misc]
-
-
-_directory = _SocketDirectory()
-os.register_at_fork(after_in_child=_directory.after_fork_in_child)
+_directory = SocketDirectory()
 
 
 # -- sockets ---------------------------------------------------------------------------------------

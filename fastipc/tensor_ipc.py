@@ -19,6 +19,7 @@ Importing this module imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import itertools
 import logging
@@ -37,6 +38,7 @@ import torch.multiprocessing
 
 from .codec import OOBTensorConsumer
 from .errors import DecodeError, IPCError
+from .private_dirs import mark_temp_dir
 
 __all__ = ["TensorIpcError", "TensorIpcReceiver", "TensorIpcSender", "TensorIpcTimeout"]
 
@@ -114,6 +116,8 @@ class TensorIpcSender(OOBTensorConsumer):
     def __call__(self, tensor: torch.Tensor) -> dict[str, Any] | None:
         """Send `tensor` off, and return the map that names it; None if that is not possible."""
         if os.getpid() != self._pid:
+            with contextlib.suppress(OSError):  # without it, a directory may be left
+                mark_temp_dir()
             self._pid, self._sender_id = os.getpid(), uuid.uuid4().hex[:16]
         local = self._local
         if not hasattr(local, "message"):

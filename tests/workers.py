@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import fastipc
-from fastipc import Handle, MessageQueue
+from fastipc import Handle, HandleMismatch, MessageQueue
 
 # ---- messages whose content follows from their number ------------------------------------------
 
@@ -172,3 +172,12 @@ def attempt(connection: Connection, handle: Handle, rank: int) -> str:
 
 def parent_pid(connection: Connection) -> int:
     return os.getppid()
+
+
+def try_to_attach(connection: Connection, text: str) -> str:
+    """What comes of it, as text."""
+    try:
+        MessageQueue.create_from_handle(Handle.from_str(text), 0).close()
+    except HandleMismatch as error:
+        return str(error)
+    return "attached"
