@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ def _numbers(output: str) -> dict[str, int]:
     return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(7200 if NIGHTLY else 120)
 @pytest.mark.parametrize("over", [False, True], ids=["exact", "oversubscribed"])
 def test_stress(start_child: Callable[..., Any], over: bool) -> None:
@@ -76,6 +78,11 @@ def test_the_stress_notices_what_is_wrong_with_a_message() -> None:
 # ---- the soak ----------------------------------------------------------------------------------
 
 
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the soak looks into /proc")
+
+
+@LINUX
+@pytest.mark.slow
 @pytest.mark.timeout(3600 if NIGHTLY else 120)
 def test_soak(start_child: Callable[..., Any], tmp_path: Path) -> None:
     minutes = 30.0 if NIGHTLY else 0.15
@@ -97,6 +104,8 @@ def test_soak(start_child: Callable[..., Any], tmp_path: Path) -> None:
     assert again.check() == "flat\n"
 
 
+@LINUX
+@pytest.mark.slow
 def test_a_soak_that_leaks_fails_and_names_it(start_child: Callable[..., Any]) -> None:
     child = start_child(
         command=[str(HERE / "soak.py"), "--minutes", "0.15", "--parts", "churn", "--leak", "all"],
