@@ -1,7 +1,8 @@
 """The extension modules; everything else about the distribution is in pyproject.toml.
 
 FASTIPC_TEST_HOOKS=1 in the environment compiles in the crash points and wake-up filters that the
-tests use. Such a build is never shipped: a test of the wheel proves that it has none.
+tests use, FASTIPC_SANITIZE=address,undefined the compiler's checks (.ci/sanitized runs the suite on
+such a build). Neither is ever shipped: a test of the wheel proves that it has none of them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,12 @@ if os.environ.get("FASTIPC_TEST_HOOKS") == "1":
 # Hidden visibility: an extension exports PyInit_* only, so that two copies of csrc/ in one process
 # never bind to each other's symbols.
 CFLAGS = ["-std=c11", "-O3", "-fvisibility=hidden"]
+LDFLAGS: list[str] = []
+if sanitize := os.environ.get("FASTIPC_SANITIZE"):
+    # The last -O counts. What was found ends the process: a message alone would be overlooked.
+    CFLAGS += ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
+    CFLAGS.append(f"-fsanitize={sanitize}")
+    LDFLAGS.append(f"-fsanitize={sanitize}")
 
 
 class BuildExt(build_ext):
@@ -62,6 +69,7 @@ def extension(
         include_dirs=include_dirs,
         define_macros=macros,
         extra_compile_args=CFLAGS,
+        extra_link_args=LDFLAGS,
         depends=["setup.py", *sorted(headers)],
     )
 

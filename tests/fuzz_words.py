@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 import zmq
-from fuzzing import Watch, corpus, mutate, resident_bytes, shown
+from fuzzing import Watch, check_growth, corpus, mutate, resident_bytes, shown
 
 import fastipc
 from fastipc import Handle, HandleMismatch, MessageQueue
@@ -139,8 +139,7 @@ def run(name: str, target: Callable[[list[bytes]], bool], count: int, seed: int)
         if n == count // 4:
             before = resident_bytes()
     assert before is not None
-    grown = resident_bytes() - before
-    assert grown < 32 << 20, grown
+    grown = check_growth(before, 32 << 20)
     assert 0 < taken < count, (taken, count)
     print(f"{name}: {count} cases, {taken} of them taken, memory {grown / (1 << 20):+.1f} MiB")
 

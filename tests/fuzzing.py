@@ -9,6 +9,7 @@ be added to the file together with the repair.
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import threading
@@ -95,6 +96,14 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self._on = False
+
+
+def check_growth(before: int, allowed: int) -> int:
+    """How much the process's memory has grown since it was `before`. A sanitizer keeps what is
+    freed, so on such a build it may be anything."""
+    grown = resident_bytes() - before
+    assert grown < allowed or "FASTIPC_SANITIZE" in os.environ, grown
+    return grown
 
 
 def resident_bytes() -> int:

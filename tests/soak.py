@@ -619,8 +619,7 @@ class Run:
     def __call__(self) -> int:
         a = self.arguments
         leaks = LEAKS if a.leak == "all" else [a.leak] if a.leak else []
-        shm = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        named = tempfile.mkdtemp(prefix="fastipc-soak-", dir=shm)
+        named = tempfile.mkdtemp(prefix="soak-", dir=a.shm_dir)
         temporary = tempfile.mkdtemp(prefix="soak-")
         os.environ["TMPDIR"] = temporary  # for the processes: what they leave is counted
         data = open(a.data, "w") if a.data else None  # noqa: SIM115
@@ -708,6 +707,11 @@ def main() -> int:
     parser.add_argument("--data", help="all samples, a JSON object a line, as they are taken")
     parser.add_argument("--replay", metavar="DATA", help="judge and plot what --data has stored")
     parser.add_argument("--parts", help="only these, with commas between")
+    parser.add_argument(
+        "--shm-dir",
+        default="/dev/shm" if os.path.isdir("/dev/shm") else None,
+        help="where the directory of named segments is made",
+    )
     parser.add_argument("--leak", choices=[*LEAKS, "all"], help="leak on purpose, in churn")
     parser.add_argument(
         "--pause", type=float, default=0.05, help="seconds between bursts; less is more load"

@@ -106,6 +106,7 @@ class Trouble:
         self._connection = connection
         self._next_fork = time.monotonic() + self.random.random() * FORK_SECONDS
         self._next_report = 0.0
+        self._children: set[int] = set()
         self.counts = dict.fromkeys(
             ("polls", "timeouts", "signals", "naps", "collections", "forks"), 0
         )
@@ -147,6 +148,7 @@ class Trouble:
             self._next_fork = time.monotonic() + FORK_SECONDS
             self.counts["forks"] += 1
             self._fork(queue)
+        self.reap()
 
     def _fork(self, queue: MessageQueue) -> None:
         """A child may not use its parent's end, and ends without harm to it."""
@@ -164,9 +166,16 @@ class Trouble:
                     code = 0 if "fork" in str(error) else 2
             finally:
                 os._exit(code)
-        _, status = os.waitpid(pid, 0)
-        code = os.waitstatus_to_exitcode(status)
-        assert code == 0, f"a forked child's use of its parent's queue ended with {code}"
+        self._children.add(pid)
+
+    def reap(self, options: int = os.WNOHANG) -> None:
+        """Takes notice of children that have ended."""
+        for pid in list(self._children):
+            done, status = os.waitpid(pid, options)
+            if done:
+                self._children.remove(pid)
+                code = os.waitstatus_to_exitcode(status)
+                assert code == 0, f"a forked child's use of its parent's queue ended with {code}"
 
 
 def again(trouble: Trouble, call: Callable[..., Any], *args: Any) -> Any:
@@ -212,6 +221,7 @@ def write(connection: Connection, n_reader: int, options: argparse.Namespace) ->
                 if end is not None and time.monotonic() > end:
                     break
         connection.send(("over", total))
+    trouble.reap(0)
     return {"messages": total, "bytes": nbytes, "digest": digest, "counts": trouble.counts}
 
 
@@ -267,6 +277,7 @@ def read(connection: Connection, rank: int, options: argparse.Namespace) -> dict
                 trouble.report(total)
                 trouble.now_and_then(queue)
                 before = time.monotonic()
+    trouble.reap(0)
     return {
         "messages": total,
         "bytes": nbytes,
@@ -293,6 +304,17 @@ def _run(target: Callable[..., Any], connection: Connection, *args: Any) -> None
 
 
 # ---- the supervisor ----------------------------------------------------------------------------
+
+
+def scheduled(pid: int) -> tuple[float, float]:
+    """Seconds that a process has run, and that it has waited for a CPU; zeros where the kernel
+    doesn't tell."""
+    try:
+        with open(f"/proc/{pid}/schedstat") as line:
+            ran, waited, _ = line.read().split()
+    except (OSError, ValueError):
+        return 0.0, 0.0
+    return int(ran) / 1e9, int(waited) / 1e9
 
 
 def main() -> int:
@@ -379,6 +401,7 @@ class Supervisor:
         window = self.options.window
         next_look = None
         seen = [0] * n
+        times = [(0.0, 0.0)] * n
         while len(self.results) < n:
             self._hear(0.1)
             now = time.monotonic()
@@ -386,12 +409,18 @@ class Supervisor:
                 next_look = None
             elif next_look is None:
                 next_look, seen = now + window, list(self.done)
+                times = [scheduled(process.pid) for process in self.processes]
             elif now >= next_look:
                 # (a report every 0.2 s: what is new in a window is known at its end)
-                for i in range(1, n):
-                    if self.done[i] == seen[i] and i not in self.results:
-                        self.still += 1
-                        print(f"reader {i - 1}: nothing new in {window:g} s, at {seen[i]}")
+                before, times = times, [scheduled(process.pid) for process in self.processes]
+                still = [i for i in range(1, n) if self.done[i] == seen[i]]
+                self.still += len(still)
+                for i in still:
+                    print(f"reader {i - 1}: nothing new in {window:g} s, at {seen[i]}")
+                if still:
+                    for i in range(n):
+                        ran, waited = (a - b for a, b in zip(times[i], before[i], strict=True))
+                        print(f"  process {i} ran for {ran:.3f} s, waited for a CPU {waited:.3f} s")
                 next_look, seen = now + window, list(self.done)
 
     def _report(self, n: int, seconds: float) -> int:

@@ -105,6 +105,9 @@ def test_wheel_has_no_test_hooks_and_exports_only_its_init(installed, hooked_cor
     for hook in HOOKS:
         assert hook in hooked.read_bytes(), "this test no longer knows the names of the hooks"
         assert hook not in core.read_bytes()
+    for built in (installed / "fastipc").glob("*.so"):
+        for check in (b"__asan_", b"__ubsan_"):  # FASTIPC_SANITIZE
+            assert check not in built.read_bytes()
 
     if sys.platform == "linux":
         symbols = run("nm", "-D", "--defined-only", core, cwd=installed).split("\n")
