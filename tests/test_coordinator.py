@@ -195,6 +195,22 @@ def test_engines_in_lockstep_step_together_and_rest_together():
         assert len(list(client.generate(Request("alone", 20)))) == 20
 
 
+def test_an_engine_may_join_later():
+    with EngineClient.launch(CountingCore, {"step_seconds": 0.002}, timeout=60) as client:
+        first = client.add_request(Request("first", 1 << 40))
+        assert client.group.coordinator is None
+        for index in (1, 2):
+            assert client.group.add_engine() == index
+            eventually(lambda: len(client.engines) == index + 1)  # noqa: B023
+            client.wait_until_ready(60)
+        assert client.group.coordinator is not None
+        streams = [client.add_request(Request(str(i), 1 << 40)) for i in range(11)]
+        assert [sum(s.engine == e for s in (first, *streams)) for e in range(3)] == [4, 4, 4]
+        # and the loads of all are known
+        eventually(lambda: [client.engines[e].load for e in range(3)] == [4, 4, 4])
+        first.get(30)
+
+
 def test_the_end_of_the_coordinator(caplog):
     with EngineClient.launch(CountingCore, engines=2, timeout=60) as client:
         client.group.coordinator.kill()

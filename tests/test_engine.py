@@ -685,6 +685,22 @@ def test_a_core_class_is_checked_before_anything_is_started():
         launch(CountingCore, engines=0)
 
 
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_script_without_a_guard_gets_an_explanation(start_child, method):
+    child = start_child(
+        f"""
+        from engine_cores import CountingCore
+        from fastipc.engine import EngineClient
+
+        client = EngineClient.launch(CountingCore, start_method={method!r}, timeout=60)
+        """,
+        env={"PYTHONPATH": os.path.dirname(__file__)},
+    )
+    assert child.wait() != 0
+    assert "put the start of processes" in child.stderr
+    assert "if __name__ == '__main__'" in child.stderr
+
+
 # -- numbers ---------------------------------------------------------------------------------------
 
 

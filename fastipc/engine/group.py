@@ -196,20 +196,14 @@ class EngineGroup:
                 for index in range(clients)
             ]
             # Before threads: so that a fork is possible where it is wanted.
-            if engines > 1:
-                self.coordinator = children.start(
-                    _coordinator_main,
-                    (self._control_path, self._key, self._host),
-                    name="engine coordinator",
-                    start_method=start_method,
-                )
+            coordinator = self._start_coordinator() if engines > 1 else None
             for index in range(engines):
                 if index not in self._external:
                     self._start(index)
             self._thread.start()
             self._monitor = children.Monitor(self._all_children(), self._child_ended)
-            if self.coordinator is not None:
-                self._coordinator_address = self.coordinator.wait_ready(60.0)
+            if coordinator is not None:
+                self._coordinator_address = coordinator.wait_ready(60.0)
                 self._tell(("coordinator", None))
         except BaseException:
             self.shutdown(timeout=0.0)
@@ -243,6 +237,15 @@ class EngineGroup:
             port = addresses.split_endpoint(self._control_path)[1]
             self._control_path = addresses.endpoint(advertised, port)
 
+    def _start_coordinator(self) -> children.ChildProcess:
+        self.coordinator = started = children.start(
+            _coordinator_main,
+            (self._control_path, self._key, self._host),
+            name="engine coordinator",
+            start_method=self._start_method,
+        )
+        return started
+
     def _start(self, index: int) -> None:
         self._children[index] = children.start(
             _engine_main,
@@ -275,6 +278,24 @@ class EngineGroup:
     def control(self) -> tuple[str, str]:
         """(address, key) at which ``run_engine`` finds this group."""
         return self._control_path, self._key
+
+    def add_engine(self) -> int:
+        """Start one more engine, and return its index at once. Front ends send to it as soon as it
+        is ready."""
+        self._check_open()
+        with self._lock:
+            assert self._monitor is not None
+            if self.coordinator is None:
+                coordinator = self._start_coordinator()
+                self._monitor.add(coordinator)
+                self._coordinator_address = coordinator.wait_ready(60.0)
+                self._tell(("coordinator", None))
+            index = self.engines
+            self._start(index)
+            self.engines += 1
+            self._monitor.add(self._children[index])
+        self._tell(("joined", Joined(index)))
+        return index
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until every engine that was launched here has made its core.
