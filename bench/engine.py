@@ -5,7 +5,9 @@
 Three figures, each measured in one run with both in turn (A B, B A, ...), because machines drift:
 
 - step: a step of the engine-to-workers loop, with one worker and with two: what a scheduler sends
-  to all workers, and the answer of each. The process that steps does nothing else.
+  to all workers, and the answer of each. The process that steps does nothing else. Once as a
+  tuple of tuples and lists, whose pickling bounds both sides; once with the same content as
+  columns (an array for each field), whose pickling is cheap.
 - round trip: a request from the front end to the engine, one step, and its output back, one at a
   time.
 - rate: requests a second with many in flight, from one asyncio front end to one engine.
@@ -73,14 +75,15 @@ class Echo(fastipc.EngineCore):
 class Steps:
     """One loop of an engine and its workers (see bench/executor.py), stepped by this process."""
 
-    def __init__(self, which, workers):
+    def __init__(self, which, workers, payload):
         self.which = which
+        self._output = objects.make(payload)
         loop = executor.Ours(workers) if which == "fastipc" else executor.Plain(workers)
         self._step, self.close = loop.step, loop.close
 
     def round(self, seconds):
         """The median time of a step, in microseconds."""
-        output, step, clock = objects.scheduler_output(), self._step, time.perf_counter_ns
+        output, step, clock = self._output, self._step, time.perf_counter_ns
         took = []
         until = clock() + int(seconds * 1e9)
         while (begin := clock()) < until:
@@ -193,11 +196,12 @@ class Figure:
         ]
 
 
-def steps(workers, bound, rounds, seconds):
-    figure = Figure(f"step, {workers} worker{'s' if workers > 1 else ''}", "us", bound)
+def steps(workers, bound, rounds, seconds, payload="scheduler_output"):
+    laid_out = ", as columns" if payload == "scheduler_columns" else ""
+    figure = Figure(f"step, {workers} worker{'s' if workers > 1 else ''}{laid_out}", "us", bound)
     both = []
     try:
-        both += [Steps("fastipc", workers), Steps("plain", workers)]
+        both += [Steps("fastipc", workers, payload), Steps("plain", workers, payload)]
         for one in both:
             one.round(seconds / 2)  # warm
         figure.play(both, lambda one: one.round(seconds), rounds)
@@ -238,6 +242,8 @@ def main():
     figures = [
         steps(1, 1 / 3, arguments.rounds, arguments.seconds),
         steps(2, 0.6, arguments.rounds, arguments.seconds),
+        steps(1, 1 / 3, arguments.rounds, arguments.seconds, "scheduler_columns"),
+        steps(2, 0.6, arguments.rounds, arguments.seconds, "scheduler_columns"),
         *asyncio.run(
             requests(arguments.rounds, arguments.seconds, arguments.requests, arguments.in_flight)
         ),

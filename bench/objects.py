@@ -40,6 +40,28 @@ def scheduler_output(requests=32):
     return ("step", 1_234, total, running, {"max_tokens": 8192, "finished": ["cmpl-0", "cmpl-1"]})
 
 
+def scheduler_columns(requests=32):
+    """The same content as columns: an array for each field, lists end to end with their lengths
+    beside them, strings in one string."""
+    kind, number, total, running, rest = scheduler_output(requests)
+    ids, tokens, blocks, computed, penalties, temperatures, reasons = zip(*running, strict=True)
+    return (
+        kind,
+        number,
+        total,
+        "\n".join(ids),
+        np.array([token for row in tokens for token in row], np.int32),
+        np.array([len(row) for row in tokens], np.int32),
+        np.array([block for row in blocks for block in row], np.int32),
+        np.array([len(row) for row in blocks], np.int32),
+        np.array(computed, np.int32),
+        np.array(penalties),
+        np.array(temperatures),
+        "\n".join(reason or "" for reason in reasons),
+        rest,
+    )
+
+
 def array(mebibytes, fill=1.0):
     """A float32 array of so many MiB, all elements `fill`."""
     return np.full(mebibytes * MIB // 4, fill, dtype=np.float32)
@@ -56,6 +78,7 @@ def array32m():
 PAYLOADS = {
     "small": small,
     "scheduler_output": scheduler_output,
+    "scheduler_columns": scheduler_columns,
     "array8m": array8m,
     "array32m": array32m,
 }

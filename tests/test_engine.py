@@ -893,7 +893,7 @@ README = Path(__file__).parent.parent / "README.md"
 
 
 @pytest.mark.skipif(not README.exists(), reason="needs the source tree")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_the_readmes_server(run_child, method):
     text = README.read_text().split("\n## Write your own server in 40 lines\n")[1]
     code = text.split("```python\n")[1].split("```")[0]
