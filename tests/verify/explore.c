@@ -801,7 +801,7 @@ static void put(int word, unsigned behind, uint64_t value, enum verify_order ord
                 const struct store *read) {
     struct word *w = &words[word];
     if (n_stores == MAX_STORES || w->n == MAX_PER_WORD) {
-        fail("more stores than the explorer has room for");
+        fail("an execution without end: more stores than there is room for");
     }
     struct thread *t = &threads[current];
     uint16_t number = (uint16_t)n_stores++;

@@ -515,11 +515,16 @@ def judge(builder: Builder, mutant: Mutant, scratch: Path, limits: list[str]) ->
         program = builder.build(mutant, where)
         first = FIRST.get(mutant.file, [])
         order = first + [c for c in builder.clients() if c not in first]
-        # The exhaustive search goes deep first: what it doesn't reach within the limit may be found
-        # by the random one, so that comes after it, for all clients.
-        for how in ([], ["--all-random"]):
+        # Short searches first, since most mutants fail at once. And the exhaustive search goes deep
+        # first: what it doesn't reach within the limit the random one may find.
+        for how in (
+            ["--most", "3000", "--random", "2000"],
+            ["--random", "3000", "--all-random"],
+            limits,
+            [*limits, "--all-random"],
+        ):
             run = subprocess.run(
-                [str(program), *limits, *how, "--first", *order], capture_output=True, text=True
+                [str(program), *how, "--first", *order], capture_output=True, text=True
             )
             if run.returncode not in (0, 1):
                 raise RuntimeError(f"{mutant.name}: the explorer ended with {run.returncode}")
