@@ -1,10 +1,10 @@
 /* fipc_peer.c: the registry of ranks.
  *
  * Pairs (that in fipc_ring.h counts as well)
- *   P-state  state: store release in fipc_peer_join, fipc_queue_close -> load acquire in
- *            fipc_queue_members, evict, fipc_queue_peer. Travels: pid, pid_ns, host and epoch of
- *            the rank. (The writer's own changes of a state are read-modify-writes, which hand on
- *            what they read.)
+ *   P-state  state: store release in fipc_peer_join, fipc_queue_close -> load acquire,
+ *            cas acquire in fipc_queue_members, admit, fipc_queue_peer. Travels: pid, pid_ns, host
+ *            and epoch of the rank. (The writer changes a state by read-modify-writes only, which
+ *            hand on what they read.)
  *
  * Relaxed
  *   pid, pid_ns, host, epoch: they travel with the state, or are the rank's own.

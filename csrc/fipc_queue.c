@@ -6,12 +6,10 @@
  *          slot has drained.
  *   E-set  ready: store in fipc_queue_members -> E-get load in ready_ready. Travels: everybody's
  *          state, so that who knows that all have attached sees them all.
- *   A-set  adopted: store in fipc_queue_adopt -> A-get load in fipc_queue_reader_ready. Travels:
- *          next_seen, where this reader begins to read, to its other threads.
  *
  * Relaxed in this file
  *   stop: nothing travels with it; that a sleeper sees it is the bell's doing (pair B).
- *   adopted: under the lock, which orders it.
+ *   adopted: under the lock, which orders it; or a hint, as next_seen.
  *   granted: what the writer stored itself, or, at creation, before anyone can attach.
  *   seq: looks that change nothing (name_culprit, has_room, size); the writer's own line
  *         once its owner is gone, handed over with G or found by who sees the bell's bit.
@@ -390,6 +388,23 @@ static void grant(struct fipc_queue *q, uint32_t i, uint32_t epoch) {
     }
 }
 
+/* JOINING -> ACTIVE. The exchange comes before the look at the epoch: what was JOINING when the
+ * writer looked may be a replacement's by now, and must not become ACTIVE on the grant of the
+ * process that died. True when the rank has a new process. False, with the state in *state, also
+ * when it has left meanwhile: then members has changed again. */
+static bool admit(struct fipc_queue *q, uint32_t i, uint32_t *state) {
+    struct fipc_peer *p = &q->ring.peers[i];
+    if (!fipc_cas32_acquire(&p->state, state, FIPC_PEER_ACTIVE)) { /* P-state */
+        return false;
+    }
+    uint32_t epoch = fipc_load32_relaxed(&p->epoch);
+    if (epoch == fipc_load32_relaxed(&p->granted)) {
+        return false;
+    }
+    grant(q, i, epoch);
+    return true;
+}
+
 void fipc_queue_members(struct fipc_queue *q) {
     struct fipc_ring *r = &q->ring;
     uint32_t seen = fipc_load32_acquire(&r->control->members); /* J */
@@ -404,13 +419,8 @@ void fipc_queue_members(struct fipc_queue *q) {
     for (uint32_t i = 0; i < r->n_readers; i++) {
         uint32_t state = fipc_load32_acquire(&r->peers[i].state); /* P-state */
         if (state == FIPC_PEER_JOINING) {
-            uint32_t epoch = fipc_load32_relaxed(&r->peers[i].epoch);
-            if (epoch != fipc_load32_relaxed(&r->peers[i].granted)) {
-                grant(q, i, epoch);
-            }
+            admit(q, i, &state);
             news = true;
-            /* fails when it has left meanwhile: then members has changed again */
-            fipc_cas32_relaxed(&r->peers[i].state, &state, FIPC_PEER_ACTIVE);
         }
         if (state == FIPC_PEER_LEFT) {
             r->counted[i] = 0;
@@ -441,13 +451,14 @@ static void evict(struct fipc_queue *q, uint32_t i) {
      * this cursor to pass it too. */
     fipc_store64_relaxed(&r->cursors[i].seq, FIPC_CURSOR_LEFT);
     fipc_point("evict-cursor");
-    uint32_t state = fipc_load32_acquire(&r->peers[i].state); /* P-state */
-    /* JOINING in a later epoch is a replacement, that has joined meanwhile: members admits it. But
-     * ACTIVE is the dead one's even then: its replacement died before it could say JOINING. */
-    bool same =
-        fipc_load32_relaxed(&r->peers[i].epoch) == fipc_load32_relaxed(&r->peers[i].granted);
-    if (state == FIPC_PEER_ACTIVE || (same && state == FIPC_PEER_JOINING)) {
-        fipc_cas32_relaxed(&r->peers[i].state, &state, FIPC_PEER_DEAD);
+    /* A replacement that has joined meanwhile is admitted instead. ACTIVE is the dead one's, whatever
+     * the epoch says: its replacement may have died before it could say JOINING. */
+    uint32_t state = FIPC_PEER_JOINING;
+    if (admit(q, i, &state)) {
+        fipc_queue_wake_readers(q); /* members finds nothing new any more */
+    } else {
+        uint32_t active = FIPC_PEER_ACTIVE;
+        fipc_cas32_relaxed(&r->peers[i].state, &active, FIPC_PEER_DEAD);
     }
     fipc_point("evicted");
     if (q->dead[i]) {
@@ -611,23 +622,21 @@ bool fipc_queue_adopt(struct fipc_queue *q) {
     }
     fipc_ring_seek(r, fipc_load64_relaxed(&r->cursors[r->reader].seq) + 1);
     r->messages = fipc_load64_relaxed(&r->cursors[r->reader].messages);
-    fipc_store32_release(&q->adopted, 1); /* A-set */
+    fipc_store32_relaxed(&q->adopted, 1);
     return true;
 }
 
 bool fipc_queue_reader_ready(struct fipc_queue *q, bool parked) {
     struct fipc_ring *r = &q->ring;
-    if (!fipc_load32_acquire(&q->adopted)) { /* A-get */
-        if (!fipc_lock_try(&q->lock)) {
-            return false; /* another thread is about to */
-        }
-        bool adopted = fipc_queue_adopt(q);
-        fipc_queue_leave(q);
-        if (!adopted) {
-            return false;
-        }
+    if (!parked && fipc_load32_relaxed(&q->adopted)) {
+        return fipc_ring_readable(r);
     }
-    return parked ? fipc_ring_readable_parked(r) : fipc_ring_readable(r);
+    /* Without the lock, which another thread may hold that has seen no grant yet and will sleep, too:
+     * who receives takes the grant over. */
+    if (fipc_load32_acquire(&r->peers[r->reader].granted) != q->epoch) { /* G */
+        return false;
+    }
+    return fipc_ring_readable_parked(r);
 }
 
 static bool room(const struct fipc_queue *q, uint64_t slots) {

@@ -139,8 +139,8 @@ bool fipc_ring_publish(struct fipc_ring *r, const struct fipc_record *record) {
 
 /* ---- reader -------------------------------------------------------------------------------- */
 
-/* Several threads of one reader may wait while another takes: so these two don't use index, which
- * changes apart from next. */
+/* Several threads of one reader may wait while another takes: so these two use neither next nor
+ * index. */
 static const fipc_a64 *written_of(const struct fipc_ring *r, uint64_t seq) {
     const struct fipc_slot *slot = (void *)(r->slots + (seq - 1) % r->n_slots * r->slot_stride);
     return &slot->written;
@@ -153,8 +153,18 @@ bool fipc_ring_readable(const struct fipc_ring *r) {
 }
 
 bool fipc_ring_readable_parked(const struct fipc_ring *r) {
-    uint64_t seq = fipc_load64_relaxed(&r->next_seen);
-    return fipc_load64_seqcst(written_of(r, seq)) == seq; /* D */
+    const fipc_a64 *cursor = &r->cursors[r->reader].seq;
+    for (;;) {
+        /* Relaxed: another thread of this reader may have gone on unseen. Then the slot may hold a
+         * later sequence already, and with that what the writer knew of the cursor is known here. */
+        uint64_t seq = fipc_load64_relaxed(cursor) + 1;
+        if (fipc_load64_seqcst(written_of(r, seq)) == seq) { /* D */
+            return true;
+        }
+        if (fipc_load64_relaxed(cursor) + 1 == seq) {
+            return false;
+        }
+    }
 }
 
 void fipc_ring_seek(struct fipc_ring *r, uint64_t seq) {

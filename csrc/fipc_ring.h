@@ -39,13 +39,15 @@
  *       sleeper announces itself after the ring and sees it, or the ring changes the word under it.
  *   J   members: add in fipc_queue_attach, fipc_queue_close -> load in fipc_queue_members. Travels:
  *       the peer's state.
- *   G   granted: store in grant -> load in fipc_queue_adopt, ready_ready. Travels: the cursor from
+ *   G   granted: store in grant -> load in fipc_queue_adopt,
+ *       fipc_queue_reader_ready, ready_ready. Travels: the cursor from
  *       which it may read.
  *
  * Relaxed
  *   next_seen: a hint for threads that don't hold the lock; who takes a message looks with W1.
  *   writing, head, messages: for people, statistics, and who looks after a death.
  *   room_target: pair M's bit travels behind it.
+ *   cursor: the reader's own, which fipc_ring_readable_parked looks at twice.
  *   written_of: a hint in fipc_ring_readable, as next_seen.
  *   bell: the first look of fipc_bell_ring, which its exchange verifies.
  */
@@ -114,7 +116,9 @@ bool fipc_ring_publish(struct fipc_ring *r, const struct fipc_record *record);
  * *bad when it can't be right. */
 struct fipc_slot *fipc_ring_peek(const struct fipc_ring *r, struct fipc_record *record, bool *bad);
 bool fipc_ring_readable(const struct fipc_ring *r);
-/* The same with the orders of a last look before sleeping (pair D). */
+/* The same with the orders of a last look before sleeping (pair D): what it says when it says no is
+ * as good as a sleeper needs, also while another thread takes. From the cursor, where a reader that
+ * has not taken over the writer's grant yet will begin. */
 bool fipc_ring_readable_parked(const struct fipc_ring *r);
 /* Goes to sequence `seq`, as told by the writer. */
 void fipc_ring_seek(struct fipc_ring *r, uint64_t seq);

@@ -77,11 +77,13 @@ def test_the_sides_of_a_pair_name_each_other(pair: source.Pair) -> None:
         for label, functions in zip(pair.labels, pair.functions, strict=True)
     ]
     for side, functions, label in zip(sides, pair.functions, pair.labels, strict=True):
-        assert functions and {a.function for a in side} == set(functions), label
+        assert functions
+        assert {a.function for a in side} == set(functions), label
     if pair.full:
         for side in sides:
             assert all(a.order == "seqcst" for a in side)
-            assert any(a.stores for a in side) and any(a.loads for a in side), pair.labels
+            assert any(a.stores for a in side), pair.labels
+            assert any(a.loads for a in side), pair.labels
     else:
         releasing, acquiring = sides
         for function in pair.functions[0]:

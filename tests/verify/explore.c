@@ -46,7 +46,8 @@
 #define HEAP_BYTES (1u << 20)
 #define SHADOW_CELLS (1u << 16) /* each for 8 bytes of plain memory */
 #define SLICE UINT64_C(250000000)
-#define POLLS_MAX 2000 /* in one random execution: more is a loop that nothing ends */
+#define IDLE_MAX 10
+#define POLLS_MAX 50 /* in one random execution, which then ends as the exhaustive ones do */
 
 enum kind { LOCAL, LOAD, STORE, RMW, WAIT, WAKE };
 static const char *const KINDS[] = {"local", "load", "store", "rmw", "wait", "wake"};
@@ -127,6 +128,7 @@ static char failure[512];
 static uint64_t now;
 static unsigned time_outs;
 static int polls;
+static int last_poller, idle; /* rounds of it in which nobody else did anything */
 
 static char stacks[VERIFY_MAX_THREADS][STACK_BYTES];
 static _Alignas(64) char heap[HEAP_BYTES];
@@ -406,6 +408,12 @@ static struct event *note(enum kind kind, int word, enum verify_order order) {
     }
     struct thread *t = &threads[current];
     struct event *e = &events[n_events];
+    if (current != last_poller) {
+        idle = 0;
+        for (int i = 0; i < VERIFY_MAX_THREADS; i++) {
+            threads[i].fresh = false;
+        }
+    }
     *e = (struct event){.thread = (uint8_t)current,
                         .kind = (uint8_t)kind,
                         .order = (uint8_t)order,
@@ -514,6 +522,14 @@ static int next_thread(void) {
         }
     }
     uint8_t enabled = enabled_threads();
+    if (enabled == 0 && any(POLLING) && ++idle > IDLE_MAX) {
+        if (!any(ASLEEP) || time_outs >= client->time_outs) {
+            fail("a loop that nothing ends");
+        }
+        idle = 0;
+        time_passes();
+        enabled = enabled_threads();
+    }
     if (enabled == 0 && any(POLLING)) {
         for (unsigned i = 0; i < client->n; i++) {
             if (threads[i].state == POLLING) {
@@ -785,10 +801,9 @@ static void put(int word, unsigned behind, uint64_t value, enum verify_order ord
                 const struct store *read) {
     struct word *w = &words[word];
     if (n_stores == MAX_STORES || w->n == MAX_PER_WORD) {
-        fail("more stores than the explorer has room for");
+        fail("an execution without end: more stores than there is room for");
     }
     struct thread *t = &threads[current];
-    t->fresh = false;
     uint16_t number = (uint16_t)n_stores++;
     for (unsigned i = w->n; i > behind + 1; i--) {
         w->order[i] = w->order[i - 1];
@@ -921,13 +936,11 @@ unsigned verify_choose(unsigned n) {
 }
 
 void verify_poll(void) {
-    if (!options.at_random) {
+    if (!options.at_random || ++polls > POLLS_MAX) {
         kill_thread();
     }
-    if (++polls > POLLS_MAX) {
-        fail("a loop that nothing ends");
-    }
     threads[current].state = POLLING;
+    last_poller = current;
     threads[current].polled_at = n_events;
     stop_before(LOCAL, -1);
     note(LOCAL, -1, ORDER_relaxed);
@@ -1046,7 +1059,8 @@ static enum outcome execute(void) {
     heap_used = 0;
     now = UINT64_C(1000000000);
     time_outs = 0;
-    polls = 0;
+    polls = idle = 0;
+    last_poller = -1;
     exploring = starting = false;
     client->setup();
     enum outcome started = start_threads();

@@ -118,8 +118,8 @@ void fipc_mem_unregister(struct fipc_segment *s) { (void)s; }
 void fipc_mem_hold_forks(bool hold) { (void)hold; }
 uint32_t fipc_fork_generation(void) { return 0; }
 
-int fipc_sweep(const char *dir, bool dry_run,
-               void (*seen)(void *ctx, const char *path, int status), void *ctx) {
+int fipc_sweep(const char *dir, bool dry_run, void (*seen)(void *ctx, const char *path, int status),
+               void *ctx) {
     (void)dir;
     (void)dry_run;
     (void)seen;

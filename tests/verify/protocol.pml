@@ -8,9 +8,8 @@
  * survivors have ended, each has sent, or got, everything, or has said who died. Nobody alive is
  * declared dead.
  *
- *   spin -a protocol.pml && cc -O2 -DSAFETY -o pan pan.c && ./pan -m100000
- *   spin -DDEATHS=2 -DEVICT=0 ...      two deaths; PeerDied is raised instead of evicting
- *   spin -DMUTANT_... ...              a protocol that is wrong: see the Makefile
+ * make spin: one slot and two messages, and the protocols that are wrong on purpose (MUTANT_...);
+ * make spin-full: two slots and three messages, and two deaths, and PeerDied instead of evicting.
  */
 #ifndef DEATHS
 #define DEATHS 1
@@ -19,8 +18,12 @@
 #define EVICT 1
 #endif
 #define READERS 2
+#ifndef SLOTS
 #define SLOTS 2
+#endif
+#ifndef MESSAGES
 #define MESSAGES 3
+#endif
 #define CURSOR_LEFT 255
 #define SLICES 6 /* of sleep in all, after which nobody will act any more */
 
@@ -47,7 +50,8 @@ byte slice; /* of sleep: time is long, so it ends only when nobody can do anythi
 bool writer_ended, reader_ended[READERS];
 bool writer_died, reader_died[READERS];
 
-/* Before each step whoever takes it may die instead: the kernel lets go of its lock. */
+/* Before each step that others can see, and before each sleep, whoever takes it may die instead: the
+ * kernel lets go of its lock. */
 #define STEP                                                                                       \
     if                                                                                             \
     :: true                                                                                        \
@@ -57,13 +61,38 @@ bool writer_died, reader_died[READERS];
 #define RING(bell, sleeper)                                                                        \
     d_step {                                                                                       \
         sleeper = false;                                                                           \
-        bell = (bell + 1) % 8                                                                      \
+        bell = (bell + 1) % 4                                                                      \
     }
 
 /* Sleeps until the bell's word is no longer what was seen, or until the slice is over. */
 #define SLEEP(bell, sleeper, seen)                                                                 \
-    d_step { slept_in = slice; skip };                                                             \
-    bell != seen || !sleeper || slice != slept_in
+    slept_in = slice;                                                                              \
+    d_step {                                                                                       \
+        bell != seen || !sleeper || slice != slept_in;                                             \
+        slept_in = 0;                                                                              \
+        seen = 0                                                                                   \
+    }
+
+/* The writer looks at each cursor. In one step: they only grow, so looks one after the other find
+ * nothing else than one look at one of these moments. */
+inline scan() {
+    d_step {
+        slowest = CURSOR_LEFT;
+        i = 0;
+        do
+        :: i == READERS -> break
+        :: else ->
+            if
+            :: counted[i] && cursor[i] < slowest -> slowest = cursor[i]
+            :: else
+            fi;
+            i++
+        od;
+        room = slowest >= next - 1 || next - 1 - slowest < SLOTS;
+        slowest = 0;
+        i = 0
+    }
+}
 
 active proctype writer() {
     byte next = 1;
@@ -71,6 +100,7 @@ active proctype writer() {
     byte i;
     byte seen;
     byte slept_in;
+    bool room;
     bool sleeper;
     bool counted[READERS];
     byte n_counted = READERS;
@@ -84,47 +114,17 @@ send:
         /* room: case 1 or 4 */
         do
         :: true ->
-            atomic { /* one look at each cursor; in any order, since they only grow */
-                slowest = CURSOR_LEFT;
-                i = 0;
-                do
-                :: i == READERS -> break
-                :: else ->
-                    if
-                    :: counted[i] && cursor[i] < slowest -> slowest = cursor[i]
-                    :: else
-                    fi;
-                    i++
-                od
-            }
+            scan();
             if
-            :: slowest >= next - 1 || next - 1 - slowest < SLOTS -> break
+            :: room -> break
             :: else
             fi;
-            STEP;
-#ifdef MUTANT_LOOK_FIRST
-            /* no second look after the announcement */
-            room_target = next - SLOTS;
-            d_step { room_sleeper = true; seen = room_bell }
-#else
-            room_target = next - SLOTS;
-            d_step { room_sleeper = true; seen = room_bell }
-            STEP;
-            atomic {
-                slowest = CURSOR_LEFT;
-                i = 0;
-                do
-                :: i == READERS -> break
-                :: else ->
-                    if
-                    :: counted[i] && cursor[i] < slowest -> slowest = cursor[i]
-                    :: else
-                    fi;
-                    i++
-                od
-            }
+            atomic { STEP; room_target = next - SLOTS };
+            atomic { STEP; d_step { room_sleeper = true; seen = room_bell } };
+#ifndef MUTANT_LOOK_FIRST
+            scan();
             if
-            :: slowest >= next - 1 || next - 1 - slowest < SLOTS -> break
+            :: room -> break
             :: else
             fi;
 #endif
@@ -149,17 +149,12 @@ send:
                             if
                             :: !EVICT -> goto raise
                             :: EVICT ->
-                                STEP;
 #ifndef MUTANT_COUNT_DEAD
                                 counted[i] = false;
                                 n_counted--;
+                                atomic { STEP; cursor[i] = CURSOR_LEFT };
 #endif
-                                STEP;
-#ifndef MUTANT_KEEP_CURSOR
-                                cursor[i] = CURSOR_LEFT;
-#endif
-                                STEP;
-                                state[i] = DEAD
+                                atomic { STEP; state[i] = DEAD };
                             fi
 #ifndef MUTANT_ONE_LOOK
                         fi
@@ -172,51 +167,41 @@ send:
                 fi;
                 i++
             od;
+            i = 0;
             if
             :: n_counted == 0 -> goto raise /* Closed: everyone has gone */
             :: else
             fi
         od;
-        STEP;
         /* 1 -> 2 */
 #ifdef MUTANT_PUBLISH_FIRST
-        written[(next - 1) % SLOTS] = next;
-        payload[(next - 1) % SLOTS] = 0;
-        STEP;
-        payload[(next - 1) % SLOTS] = next;
-#else
-        payload[(next - 1) % SLOTS] = 0;
-        STEP;
-        payload[(next - 1) % SLOTS] = next;
-        STEP;
+        atomic { STEP; written[(next - 1) % SLOTS] = next };
+#endif
+        atomic { STEP; payload[(next - 1) % SLOTS] = 0 };
+        atomic { STEP; payload[(next - 1) % SLOTS] = next };
 #ifdef MUTANT_BELL_FIRST
         sleeper = data_sleeper;
-        STEP;
 #endif
-        written[(next - 1) % SLOTS] = next;
+#ifndef MUTANT_PUBLISH_FIRST
+        atomic { STEP; written[(next - 1) % SLOTS] = next };
 #endif
-        STEP;
 #ifndef MUTANT_BELL_FIRST
         sleeper = data_sleeper;
 #endif
         next++;
         if
-        :: sleeper -> STEP; RING(data_bell, data_sleeper)
+        :: sleeper -> sleeper = false; atomic { STEP; RING(data_bell, data_sleeper) }
         :: else
         fi
     od;
 
 close:
-    STEP;
 #ifdef MUTANT_UNLOCK_FIRST
-    writer_lock = false;
-    STEP;
+    atomic { STEP; writer_lock = false };
 #endif
-    closed = true;
-    STEP;
-    RING(data_bell, data_sleeper);
-    STEP;
-    writer_lock = false;
+    atomic { STEP; closed = true };
+    atomic { STEP; RING(data_bell, data_sleeper) };
+    atomic { STEP; writer_lock = false };
     writer_ended = true;
     goto done;
 
@@ -239,28 +224,23 @@ proctype reader(byte me) {
     byte seen;
     byte slept_in;
     byte i;
-    byte got;
     bool last;
-    bool drained;
+    bool early;
 
-    STEP;
-    reader_lock[me] = true;
-    STEP;
-    state[me] = JOINING;
-    STEP;
-    RING(room_bell, room_sleeper);
+    atomic { STEP; reader_lock[me] = true };
+    atomic { STEP; state[me] = JOINING };
+    atomic { STEP; RING(room_bell, room_sleeper) };
 
     do
     :: next > MESSAGES -> break
-    :: else ->
+    :: me == 1 && next == 2 -> early = true; break /* it may leave before the end */
+    :: next <= MESSAGES ->
         /* case 2 or 3, or wait for it */
         if
         :: written[(next - 1) % SLOTS] == next -> goto read
         :: else
         fi;
-        STEP;
-        d_step { data_sleeper = true; seen = data_bell }
-        STEP;
+        atomic { STEP; d_step { data_sleeper = true; seen = data_bell } };
         if
         :: written[(next - 1) % SLOTS] == next -> goto read
         :: else
@@ -290,31 +270,30 @@ proctype reader(byte me) {
         fi;
         goto again;
 read:
-        STEP;
 #ifdef MUTANT_ACK_FIRST
-        cursor[me] = next;
-        STEP;
+        atomic { STEP; cursor[me] = next };
 #endif
-        got = payload[(next - 1) % SLOTS];
-        assert(got == next);
         STEP;
-        cursor[me] = next; /* 2 -> 3, 3 -> 4 */
-        STEP;
+        assert(payload[(next - 1) % SLOTS] == next);
+        atomic { STEP; cursor[me] = next }; /* 2 -> 3, 3 -> 4 */
         if
         :: room_sleeper && next >= room_target ->
-            i = 0;
-            last = true;
-            do
-            :: i == READERS -> break
-            :: else ->
-                last = last && cursor[i] >= room_target;
-                i++
-            od;
+            d_step {
+                last = true;
+                i = 0;
+                do
+                :: i == READERS -> break
+                :: else ->
+                    last = last && cursor[i] >= room_target;
+                    i++
+                od;
+                i = 0
+            }
             if
 #ifdef MUTANT_NO_RING
             :: last && false
 #else
-            :: last -> STEP; RING(room_bell, room_sleeper)
+            :: last -> last = false; atomic { STEP; RING(room_bell, room_sleeper) }
 #endif
             :: else
             fi
@@ -326,19 +305,14 @@ again:
     od;
 
     /* every message, unless the writer died or had a reason to end */
-    assert(next > MESSAGES || writer_died || deaths > 0);
-    STEP;
+    assert(next > MESSAGES || early || writer_died || deaths > 0);
 #ifdef MUTANT_UNLOCK_FIRST
-    reader_lock[me] = false;
-    STEP;
+    atomic { STEP; reader_lock[me] = false };
 #endif
-    cursor[me] = CURSOR_LEFT;
-    STEP;
-    state[me] = LEFT;
-    STEP;
-    RING(room_bell, room_sleeper);
-    STEP;
-    reader_lock[me] = false;
+    atomic { STEP; cursor[me] = CURSOR_LEFT };
+    atomic { STEP; state[me] = LEFT };
+    atomic { STEP; RING(room_bell, room_sleeper) };
+    atomic { STEP; reader_lock[me] = false };
     reader_ended[me] = true;
     goto done;
 

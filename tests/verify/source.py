@@ -142,9 +142,7 @@ def _entries(text: str, title: str) -> list[str]:
     return [e for e in found if e]
 
 
-PAIR = re.compile(
-    rf"({LABEL}) +([\w., ]+?): (.*?) (<->|->)(?: ({LABEL}))? (.*?)(?:\. |\.$)(.*)$"
-)
+PAIR = re.compile(rf"({LABEL}) +([\w., ]+?): (.*?) (<->|->)(?: ({LABEL}))? (.*?)(?:\. |\.$)(.*)$")
 
 
 def pairs(csrc: Path = CSRC) -> list[Pair]:
@@ -161,8 +159,10 @@ def pairs(csrc: Path = CSRC) -> list[Pair]:
                     word=word,
                     full=arrow == "<->",
                     labels=(label, other or label),
-                    functions=(re.findall(r"\b\w*_?\w+\b", _after_in(left)),
-                               re.findall(r"\b\w*_?\w+\b", _after_in(right))),
+                    functions=(
+                        re.findall(r"\b\w*_?\w+\b", _after_in(left)),
+                        re.findall(r"\b\w*_?\w+\b", _after_in(right)),
+                    ),
                     text=text,
                 )
             )
