@@ -593,7 +593,7 @@ static bool passed_over(void) {
 static void told(void) {
     printf("          %" PRIu64 " cells, %" PRIu64 " deaths, %" PRIu64
            " messages verified by those who lived on, %" PRIu64
-           " on fresh queues; told after at most %.0f ms (%d times that on a real clock)\n",
+           " on fresh queues; told after at most %.0f ms (by a clock that is %d times as fast)\n",
            total.cells, total.deaths, total.messages, total.fresh, (double)total.longest / 1e6,
            PEERS_FASTER);
     memset(&total, 0, sizeof total);
