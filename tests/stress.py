@@ -420,8 +420,9 @@ class Supervisor:
                 # (a report every 0.2 s: what is new in a window is known at its end)
                 before, times = times, [scheduled(process.pid) for process in self.processes]
                 still = [i for i in range(1, n) if self.done[i] == seen[i]]
-                ran = sum(a[0] - b[0] for a, b in zip(times, before, strict=True))
-                if still and ran < STARVED * window * (os.cpu_count() or 1) and any(ran for ran, _ in times):
+                had = sum(a[0] - b[0] for a, b in zip(times, before, strict=True))
+                known = any(a[0] for a in times)
+                if still and known and had < STARVED * window * (os.cpu_count() or 1):
                     self.starved += 1
                 elif still:
                     self.still += len(still)
