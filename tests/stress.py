@@ -372,7 +372,7 @@ class Supervisor:
             i = self.connections.index(connection)
             try:
                 kind, value = connection.recv()
-            except EOFError:
+            except (EOFError, ConnectionError):
                 raise SystemExit(f"process {i} ended without a word") from None
             if kind == "done":
                 self.done[i] = value
