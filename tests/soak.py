@@ -18,11 +18,11 @@ share of what it shares), memory of segments, descriptors, threads, segments hel
 together: files in the directory of named segments, temporary files, names that are new in /dev/shm.
 
 The rule. The first third of the samples is left out: caches fill, buffers find their sizes.
-What comes and goes returns to its floor; a leak raises the floor.
-    memory   the rest is cut into STRETCHES, of which the least value counts; the slope of a robust
-             line through these (the median of the slopes between pairs, Theil and Sen), times the
-             length of the rest, must be at most ALLOWED_KIB
-    counts   the least value in the last third must not be above the least in the second third
+    memory   by how much it rises in the rest: the slope of a robust line (Theil and Sen's) through
+             the medians of STRETCHES stretches. At most ALLOWED_KIB in the whole of the rest,
+             however long; more is a failure when it is certain, three standard errors more.
+    counts   the least value in the last third must not be above the least in the second third:
+             what comes and goes returns to its floor, a leak raises the floor
 A PeerDied is a false alarm, since everyone is alive; a part without progress between two samples
 stands still; a wrong message is an error. Each of these fails the run as well. The exit code is 0
 when nothing failed. `--leak KIND` leaks on purpose: such a run must fail.
@@ -64,7 +64,7 @@ ALLOWED_KIB = 512
 # In a run too short to have left its beginning behind.
 ALLOWED_KIB_SHORT = 4096
 SHORT_SECONDS = 600
-SAMPLES = 360  # in a run
+SAMPLES = 1800  # in a run: the more, the smaller a growth is found under what goes up and down
 STRETCHES = 20  # of the judged part; each of at least three samples
 STANDSTILL_SECONDS = 20.0  # a loaded machine may keep a process waiting for a second or two
 MEMORY = ("rss", "private", "pss", "segments")
@@ -446,12 +446,22 @@ def robust_slope(times: Sequence[float], values: Sequence[float]) -> float:
     return float(np.median((v[j] - v[i]) / (t[j] - t[i])))
 
 
-def floor_slope(times: Sequence[float], values: Sequence[float]) -> float:
-    """The slope of the least values of each stretch, per second."""
-    n = max(2, min(STRETCHES, len(times) // 3))
+def growth(times: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
+    """By how much the values rise from the first time to the last, and the standard error of that.
+
+    The medians of STRETCHES stretches are compared, so that what goes up and down evens out; the
+    error is estimated from how far they lie from the line.
+    """
+    n = max(3, min(STRETCHES, len(times) // 3))
     stretches = np.array_split(np.arange(len(times)), n)
-    lowest = [int(s[np.argmin(np.asarray(values)[s])]) for s in stretches]
-    return robust_slope([times[i] for i in lowest], [values[i] for i in lowest])
+    t = np.array([np.median(np.asarray(times)[s]) for s in stretches])
+    v = np.array([np.median(np.asarray(values)[s]) for s in stretches])
+    slope = robust_slope(t, v)
+    rest = v - slope * t
+    spread = 1.48 * float(np.median(np.abs(rest - np.median(rest))))  # of normal noise: its sigma
+    error = spread / float(np.sqrt(np.sum((t - t.mean()) ** 2)))
+    length = times[-1] - times[0]
+    return slope * length, error * length
 
 
 def judge(times: Sequence[float], series: dict[tuple[str, str], list[float]]) -> list[str]:
@@ -464,12 +474,12 @@ def judge(times: Sequence[float], series: dict[tuple[str, str], list[float]]) ->
     grown = []
     for (name, kind), values in series.items():
         if kind in MEMORY:
-            slope = floor_slope(times[second:], values[second:])
-            growth = slope * (times[-1] - times[second])
-            if growth > allowed:
+            rise, error = growth(times[second:], values[second:])
+            if rise - 3 * error > allowed:
+                per_minute = rise / (times[-1] - times[second]) * 60
                 grown.append(
-                    f"{name}: {kind} grew by {growth:.0f} KiB ({slope * 60:.1f} KiB/min; "
-                    f"{allowed} KiB are allowed)"
+                    f"{name}: {kind} grew by {rise:.0f} KiB, give or take {error:.0f} "
+                    f"({per_minute:.1f} KiB/min; {allowed} KiB are allowed)"
                 )
         elif min(values[last:]) > min(values[second:last]):
             grown.append(
@@ -665,10 +675,10 @@ class Run:
         for (name, kind), values in watch.series.items():
             judged = values[second:]
             if kind in MEMORY:
-                slope = floor_slope(watch.times[second:], judged) * 60 if len(judged) > 2 else 0.0
+                rise, error = growth(watch.times[second:], judged) if len(judged) > 2 else (0, 0)
                 print(
                     f"series {name}: {kind} KiB median {statistics.median(judged):.0f} least "
-                    f"{min(judged):.0f} most {max(judged):.0f} slope {slope:+.2f}/min"
+                    f"{min(judged):.0f} most {max(judged):.0f} growth {rise:+.0f} +- {error:.0f}"
                 )
             else:
                 print(f"series {name}: {kind} least {min(judged):g} most {max(judged):g}")

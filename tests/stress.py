@@ -306,6 +306,11 @@ def _run(target: Callable[..., Any], connection: Connection, *args: Any) -> None
 # ---- the supervisor ----------------------------------------------------------------------------
 
 
+# A reader may get nothing in a window in which all processes of the run together had less than this
+# share of the CPUs: then others had them. (Who livelocks has a CPU, and uses it.)
+STARVED = 0.1
+
+
 def scheduled(pid: int) -> tuple[float, float]:
     """Seconds that a process has run, and that it has waited for a CPU; zeros where the kernel
     doesn't tell."""
@@ -350,6 +355,7 @@ class Supervisor:
         self.value: Any = None
         self.over = False
         self.still = 0
+        self.starved = 0
 
     def _start(self, target: Callable[..., Any], *args: Any) -> None:
         ours, theirs = self.context.Pipe()
@@ -366,7 +372,7 @@ class Supervisor:
             i = self.connections.index(connection)
             try:
                 kind, value = connection.recv()
-            except EOFError:
+            except (EOFError, ConnectionError):
                 raise SystemExit(f"process {i} ended without a word") from None
             if kind == "done":
                 self.done[i] = value
@@ -414,10 +420,13 @@ class Supervisor:
                 # (a report every 0.2 s: what is new in a window is known at its end)
                 before, times = times, [scheduled(process.pid) for process in self.processes]
                 still = [i for i in range(1, n) if self.done[i] == seen[i]]
-                self.still += len(still)
-                for i in still:
-                    print(f"reader {i - 1}: nothing new in {window:g} s, at {seen[i]}")
-                if still:
+                had = sum(a[0] - b[0] for a, b in zip(times, before, strict=True))
+                known = any(a[0] for a in times)
+                if still and known and had < STARVED * window * (os.cpu_count() or 1):
+                    self.starved += 1
+                elif still:
+                    self.still += len(still)
+                    print(f"nothing new in {window:g} s for readers {[i - 1 for i in still]}:")
                     for i in range(n):
                         ran, waited = (a - b for a, b in zip(times[i], before[i], strict=True))
                         print(f"  process {i} ran for {ran:.3f} s, waited for a CPU {waited:.3f} s")
@@ -462,7 +471,10 @@ class Supervisor:
             f"longest {max(r['longest'] for r in readers) * 1000:.1f} ms"
         )
         print(" ".join(f"{name} {count}" for name, count in counts.items()))
-        print(f"windows_without_progress {self.still} of {self.options.window:g} s")
+        print(
+            f"windows_without_progress {self.still} of {self.options.window:g} s; in "
+            f"{self.starved} more other programs had nearly all of the CPUs"
+        )
         return 1 if self.still else 0
 
 
