@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
 from fastipc import processes
@@ -105,13 +106,16 @@ async def _work(options: Options, group: EngineGroup, watcher: Watcher) -> Resul
             async def moved(report: Report) -> None:
                 watcher.moved(report)
 
-            report, said = await front_end.run(client, orders[0], moved)
-            watcher.checking()
-            report.sample = await asyncio.to_thread(front_end.check, orders[0], said)
-            reports = [report]
-            if others:
-                timeout = options.seconds + END_SECONDS
-                reports += await asyncio.to_thread(processes.wait_all_ready, others, timeout)
+            async def first() -> list[Report]:
+                report, said = await front_end.run(client, orders[0], moved)
+                watcher.checking()
+                report.sample = await asyncio.to_thread(front_end.check, orders[0], said)
+                return [report]
+
+            timeout = options.seconds + END_SECONDS
+            reports = await _all_of(
+                first(), asyncio.to_thread(processes.wait_all_ready, others, timeout)
+            )
             seconds = time.monotonic() - start
             after = await _usage(client, options)
             counts = [await client.call("counts", engine=i) for i in range(options.engines)]
@@ -128,6 +132,16 @@ async def _work(options: Options, group: EngineGroup, watcher: Watcher) -> Resul
         [ProcessUse(*who, cpu) for who, cpu in zip(named, used, strict=True)],
         seconds,
     )
+
+
+async def _all_of(*parts: Coroutine[Any, Any, list[Report]]) -> list[Report]:
+    """What all return, in order; or what the first raises that fails, and then at once."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        return [report for reports in await asyncio.gather(*tasks) for report in reports]
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _topology(
