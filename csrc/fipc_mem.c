@@ -482,11 +482,13 @@ void fipc_mem_close(struct fipc_segment *s) {
 static int open_ours(int dir_fd, const char *name) {
     int fd = openat(dir_fd, name, O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY);
     struct stat st;
-    struct fipc_header h;
+    static const char nothing[8];
+    char magic[8] = {0};
     if (fd >= 0 && fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid() &&
-        (name[0] == '.' || /* its header isn't there yet */
-         (pread(fd, &h, sizeof h, 0) == (ssize_t)sizeof h &&
-          memcmp(h.magic, FIPC_MAGIC, sizeof h.magic) == 0))) {
+        pread(fd, magic, sizeof magic, 0) >= 0 &&
+        (memcmp(magic, FIPC_MAGIC, sizeof magic) == 0 ||
+         /* a hidden one's header isn't there yet */
+         (name[0] == '.' && memcmp(magic, nothing, sizeof magic) == 0))) {
         return fd;
     }
     if (fd >= 0) {
