@@ -288,6 +288,38 @@ const struct verify_client verify_leave = {
     {leave_write, leave_read},
     leave_finish};
 
+static void leave_2_write(void) {
+    for (uint64_t i = 1; i <= 4; i++) {
+        if (verify_choose(2)) {
+            fipc_store64_relaxed(&writer->next_probe, 0);
+        }
+        REQUIRE(send(i) == FIPC_OK);
+    }
+}
+static void leave_2_stay(void) {
+    for (int i = 0; i < 4; i++) {
+        REQUIRE(receive(reader[0], 1) == FIPC_OK);
+    }
+}
+static void leave_2_go(void) {
+    REQUIRE(receive(reader[1], 2) == FIPC_OK);
+    fipc_queue_close(reader[1]);
+}
+static void leave_2_finish(void) {
+    require_sequence(1, 1, 4);
+    require_sequence(2, 1, 1);
+    end();
+}
+const struct verify_client verify_leave_2 = {
+    "leave-2",
+    "one of two readers leaves: what it has read may be overwritten, and nothing else",
+    3,
+    true,
+    0,
+    two_readers,
+    {leave_2_write, leave_2_stay, leave_2_go},
+    leave_2_finish};
+
 static void close_write(void) {
     REQUIRE(send(1) == FIPC_OK);
     REQUIRE(send(2) == FIPC_OK);

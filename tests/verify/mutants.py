@@ -397,7 +397,7 @@ FIRST = {
     "fipc_wait.c": ["share-writer", "shutdown", "shutdown-full", "share-reader"],
     "fipc_block.c": ["block"],
     "fipc_peer.c": ["look", "evict", "attach-2", "leave"],
-    "fipc_queue.c": ["look", "shutdown", "leave", "evict", "replace", "evict-2", "attach-2"],
+    "fipc_queue.c": ["look", "shutdown", "leave", "leave-2", "evict", "replace", "evict-2", "attach-2"],
     "fipc_queue_io.c": ["queue-pass"],
 }
 SMOKE_ORDERS = [
