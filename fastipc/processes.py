@@ -221,6 +221,7 @@ class _Child:
         self.death = death
         self.ready: Connection | None = ready
         self.callbacks: list[Callable[[], object]] = []
+        self.last_callbacks: list[Callable[[], object]] = []
         self.lock = threading.Lock()
 
     def say(self, message: tuple[str, Any]) -> None:
@@ -248,14 +249,20 @@ class _Child:
         except RuntimeError:  # the interpreter is on its way out
             pass
         time.sleep(DEATH_GRACE)
-        os._exit(SIGTERM_EXIT)
+        try:
+            self.call(self.last_callbacks)
+        finally:
+            os._exit(SIGTERM_EXIT)
 
-    def end(self) -> None:
-        for callback in self.callbacks:
+    def call(self, callbacks: list[Callable[[], object]]) -> None:
+        for callback in callbacks:
             try:
                 callback()
             except Exception:
                 logger.exception("what was to be called at the parent's death failed")
+
+    def end(self) -> None:
+        self.call(self.callbacks)
         # The main thread itself gets it: a signal to the process may interrupt another's wait.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
@@ -277,16 +284,19 @@ def ready(value: Any = None) -> None:
     _this.say(("ready", value))
 
 
-def on_parent_death(callback: Callable[[], object]) -> None:
+def on_parent_death(callback: Callable[[], object], *, last: bool = False) -> None:
     """In a child: has callback called, in a thread of its own, when the parent has ended. After
     it the main thread gets SIGTERM; half a second after the parent's end the process exits,
     whatever the state of either.
+
+    With ``last`` it is called right before that exit, if the process has not come to its end by
+    itself; then it must not wait for anything.
 
     Raises RuntimeError where ``start`` has not started this process.
     """
     if _this is None:
         raise RuntimeError("on_parent_death() is for processes that processes.start has started")
-    _this.callbacks.append(callback)
+    (_this.last_callbacks if last else _this.callbacks).append(callback)
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:

@@ -95,17 +95,21 @@ def clean_up_when_orphaned() -> None:
     """In a process that `fastipc.processes.start` started: should its parent be killed, the
     directories of sockets of both go, however little time this process is given."""
     children.on_parent_death(_parent_died)
+    children.on_parent_death(remove_orphaned_directories, last=True)
 
 
 def _parent_died() -> None:
     orphaned.set()
-    threading.Thread(target=_sweep, name="fastipc-sweep", daemon=True).start()
+    # At once, and in this thread: on a busy machine half a second is soon over.
+    remove_own_directory()
+    remove_orphaned_directories()
+    # Not a daemon: the main thread may be at its end sooner than its dying parent.
+    threading.Thread(target=_sweep, name="fastipc-sweep").start()
 
 
 def _sweep() -> None:
     """Whoever launched this process was killed: what it left goes with those that end now. They
     have half a second, and the kernel closes what the dead had open one after the other."""
-    remove_own_directory()
     for _ in range(10):
         remove_orphaned_directories()
         time.sleep(0.04)
