@@ -373,7 +373,7 @@ const struct verify_client verify_writer_dies = {
     "the writer dies: the reader drains, and then is told that it died",
     2,
     false,
-    4,
+    1,
     one_reader,
     {die_write, die_read},
     die_finish};
@@ -421,7 +421,7 @@ const struct verify_client verify_evict = {"evict",
                                            "the reader dies at any step: the writer evicts it",
                                            2,
                                            false,
-                                           8,
+                                           1,
                                            one_mortal,
                                            {evict_write, evict_die},
                                            evict_finish};
@@ -449,10 +449,10 @@ static void evict_2_finish(void) {
 }
 const struct verify_client verify_evict_2 = {
     "evict-2",
-    "one of two readers dies at any step: the other gets everything",
+    "one of two readers dies at any step: the other gets everything, and one slice is all it costs",
     3,
     true,
-    8,
+    1,
     two_mortals,
     {evict_2_write, evict_2_live, evict_2_die},
     evict_2_finish};
