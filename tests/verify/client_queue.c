@@ -258,8 +258,9 @@ const struct verify_client verify_attach_2 = {
 /* ---- leaving ---------------------------------------------------------------------------------- */
 
 static void leave_write(void) {
+    unsigned probe = verify_choose(4);
     for (uint64_t i = 1; i <= 4; i++) {
-        if (verify_choose(2)) { /* it is time to ask who is alive */
+        if (i == probe + 1) { /* it is time to ask who is alive */
             fipc_store64_relaxed(&writer->next_probe, 0);
         }
         int rc = send(i);
@@ -327,8 +328,9 @@ static void close_write(void) {
 }
 static void close_read(void) {
     int rc;
+    unsigned probe = verify_choose(3);
     while ((rc = receive(reader[0], 1)) == FIPC_OK) {
-        if (verify_choose(2)) {
+        if (n_got[1] == probe) {
             fipc_store64_relaxed(&reader[0]->next_probe, 0);
         }
     }
