@@ -632,8 +632,9 @@ bool fipc_queue_reader_ready(struct fipc_queue *q, bool parked) {
         return fipc_ring_readable(r);
     }
     /* Without the lock, which another thread may hold that has seen no grant yet and will sleep, too:
-     * who receives takes the grant over. */
-    if (fipc_load32_acquire(&r->peers[r->reader].granted) != q->epoch) { /* G */
+     * who receives takes the grant over, with G. (relaxed: after a grant the bell is rung, and
+     * pair B brings the cursor along.) */
+    if (fipc_load32_relaxed(&r->peers[r->reader].granted) != q->epoch) {
         return false;
     }
     return fipc_ring_readable_parked(r);
@@ -861,8 +862,8 @@ static bool ready_ready(struct fipc_queue *q, bool parked) {
     (void)parked; /* whoever makes it ready rings unconditionally */
     if (q->is_writer) {
         fipc_queue_members(q);
-    } else if (fipc_load32_acquire(&q->ring.peers[q->ring.reader].granted) != q->epoch) { /* G */
-        return false;
+    } else if (fipc_load32_relaxed(&q->ring.peers[q->ring.reader].granted) != q->epoch) {
+        return false; /* relaxed: it takes the grant over with G when it reads */
     }
     return fipc_load32_acquire(&q->ring.control->ready) != 0; /* E-get */
 }

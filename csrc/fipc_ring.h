@@ -39,9 +39,8 @@
  *       sleeper announces itself after the ring and sees it, or the ring changes the word under it.
  *   J   members: add in fipc_queue_attach, fipc_queue_close -> load in fipc_queue_members. Travels:
  *       the peer's state.
- *   G   granted: store in grant -> load in fipc_queue_adopt,
- *       fipc_queue_reader_ready, ready_ready. Travels: the cursor from
- *       which it may read.
+ *   G   granted: store in grant -> load in fipc_queue_adopt. Travels: the cursor from which it may
+ *       read.
  *
  * Relaxed
  *   next_seen: a hint for threads that don't hold the lock; who takes a message looks with W1.

@@ -258,8 +258,9 @@ const struct verify_client verify_attach_2 = {
 /* ---- leaving ---------------------------------------------------------------------------------- */
 
 static void leave_write(void) {
+    unsigned probe = verify_choose(4);
     for (uint64_t i = 1; i <= 4; i++) {
-        if (verify_choose(2)) { /* it is time to ask who is alive */
+        if (i == probe + 1) { /* it is time to ask who is alive */
             fipc_store64_relaxed(&writer->next_probe, 0);
         }
         int rc = send(i);
@@ -327,8 +328,9 @@ static void close_write(void) {
 }
 static void close_read(void) {
     int rc;
+    unsigned probe = verify_choose(3);
     while ((rc = receive(reader[0], 1)) == FIPC_OK) {
-        if (verify_choose(2)) {
+        if (n_got[1] == probe) {
             fipc_store64_relaxed(&reader[0]->next_probe, 0);
         }
     }
@@ -373,7 +375,7 @@ const struct verify_client verify_writer_dies = {
     "the writer dies: the reader drains, and then is told that it died",
     2,
     false,
-    4,
+    1,
     one_reader,
     {die_write, die_read},
     die_finish};
@@ -421,7 +423,7 @@ const struct verify_client verify_evict = {"evict",
                                            "the reader dies at any step: the writer evicts it",
                                            2,
                                            false,
-                                           8,
+                                           1,
                                            one_mortal,
                                            {evict_write, evict_die},
                                            evict_finish};
@@ -449,10 +451,10 @@ static void evict_2_finish(void) {
 }
 const struct verify_client verify_evict_2 = {
     "evict-2",
-    "one of two readers dies at any step: the other gets everything",
+    "one of two readers dies at any step: the other gets everything, and one slice is all it costs",
     3,
     true,
-    8,
+    1,
     two_mortals,
     {evict_2_write, evict_2_live, evict_2_die},
     evict_2_finish};
