@@ -103,8 +103,9 @@ def _parent_died() -> None:
     # At once, and in this thread: on a busy machine half a second is soon over.
     remove_own_directory()
     remove_orphaned_directories()
-    # Not a daemon: the main thread may be at its end sooner than its dying parent.
-    threading.Thread(target=_sweep, name="fastipc-sweep").start()
+    # Not a daemon, as the thread that this is: the main thread may be at its end sooner than its
+    # dying parent.
+    threading.Thread(target=_sweep, name="fastipc-sweep", daemon=False).start()
 
 
 def _sweep() -> None:
