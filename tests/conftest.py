@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 
@@ -53,6 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # that: tests of it would wait in vain.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # No bound on the time of an example: a loaded machine is no counterexample.
+    hypothesis.settings.register_profile("suite", deadline=None)
+    hypothesis.settings.load_profile("suite")
     _TMP.mkdir()
     _KEPT.mkdir()
     os.environ["TMPDIR"] = str(_TMP)

@@ -274,7 +274,7 @@ def test_futures():
     with workers(2) as executor:
         rpc = executor.collective_rpc
         slow = rpc("nap", (0.5,), non_block=True)
-        late = rpc("nap", (0.5,), timeout=0.1, non_block=True)
+        late = rpc("nap", (0.5,), timeout=0.6, non_block=True)
         last = rpc("echo", (1,), non_block=True)
         assert not slow.done()
         with pytest.raises(ReplyTimeout):
