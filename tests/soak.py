@@ -385,7 +385,9 @@ def look_at(pid: int) -> dict[str, float]:
     return {
         "rss": rollup["Rss"],
         "private": rollup.get("Private_Clean", 0) + rollup.get("Private_Dirty", 0),
-        "pss": rollup["Pss"],
+        # Without its share of mapped files, which grows whenever another program that has the same
+        # libraries mapped comes to its end.
+        "pss": rollup["Pss"] - rollup.get("Pss_File", 0),
         "segments": sum(segments.values()),
         "descriptors": descriptors,
         "threads": threads,
