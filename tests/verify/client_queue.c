@@ -434,19 +434,19 @@ static void two_mortals(void) {
     attach(1);
 }
 static void evict_2_write(void) {
-    for (uint64_t i = 1; i <= 4; i++) {
+    for (uint64_t i = 1; i <= 6; i++) {
         REQUIRE(send(i) == FIPC_OK);
     }
     REQUIRE(evicted);
 }
 static void evict_2_live(void) {
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < 6; i++) {
         REQUIRE(receive(reader[0], 1) == FIPC_OK);
     }
 }
 static void evict_2_die(void) { mortal(reader[1], 2); }
 static void evict_2_finish(void) {
-    require_sequence(1, 1, 4);
+    require_sequence(1, 1, 6);
     end();
 }
 const struct verify_client verify_evict_2 = {
