@@ -199,11 +199,11 @@ class Outbox(threading.Thread):
                 if self._reports is not None:
                     self._reports.close(linger=client)
                 return False
-            self._handle(what, client, item)
+            self._obey(what, client, item)
         self._flush(batches)
         return True
 
-    def _handle(self, what: str, client: int, item: Any) -> None:
+    def _obey(self, what: str, client: int, item: Any) -> None:
         if what == "credit":
             peer = self._peers.get(client)
             if peer is not None and item[0] == peer.epoch:
