@@ -772,6 +772,7 @@ class Monitor:
         self._watched = set(children)
         self._lock = threading.Lock()
         self._stopped = False
+        self._stopped_itself = False
         self._wake_r, self._wake_w = _pipe()
         self._thread = threading.Thread(target=self._run, name="fastipc-monitor", daemon=True)
         self._thread.start()
@@ -804,6 +805,9 @@ class Monitor:
                 except Exception:
                     logger.exception("what was to be called at the end of %s failed", child.name)
             if self._stopped:
+                with self._lock:
+                    if self._stopped_itself:  # nobody joins this thread
+                        _let_go(self._wake_r, self._wake_w)
                 return
             # (-1: stop has just seen it end)
             if not ended and -1 not in sentinels:
@@ -823,6 +827,8 @@ class Monitor:
             if not self._stopped:
                 self._stopped = True
                 self._wake_w.send_bytes(b"")
+            if threading.current_thread() is self._thread:
+                self._stopped_itself = True
         if threading.current_thread() is not self._thread:
             self._thread.join(patience)
             if not self._thread.is_alive():
