@@ -152,6 +152,7 @@ class AsyncEngineClient:
         self._changed: asyncio.Event | None = None
         self._tick: asyncio.TimerHandle | None = None
         self._pumping = False
+        self._asking = False
 
     @classmethod
     def launch(
@@ -297,7 +298,8 @@ class AsyncEngineClient:
             async for output in stream:
                 yield output
         finally:
-            stream.abort()
+            if not stream._ended:
+                stream.abort()
 
     def abort(self, *request_ids: str) -> None:
         """See EngineClient.abort. Doesn't wait."""
@@ -356,9 +358,16 @@ class AsyncEngineClient:
         return self._opened
 
     def _after_sending(self) -> None:
-        if not self._pumping and self._core.has_news():
-            self._pumping = True
-            self._loop.call_soon(self._pump)
+        # Once for all that is sent in one turn of the loop: asking costs as much as sending.
+        if not self._asking:
+            self._asking = True
+            self._loop.call_soon(self._ask_for_news)
+
+    def _ask_for_news(self) -> None:
+        self._asking = False
+        core = self._opened
+        if core is not None and core.closed is None and core.has_news():
+            self._pump()
 
     def _on_change(self) -> None:
         assert self._changed is not None

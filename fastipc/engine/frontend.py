@@ -112,6 +112,7 @@ class EngineState:
 
     def __init__(self, index: int) -> None:
         self.index = index
+        self.identity = identity(index)
         self.info: Any = None
         self.pid: int | None = None
         self.host: str | None = None
@@ -330,7 +331,7 @@ class FrontEndCore:
     # -- sending -----------------------------------------------------------------------------------
 
     def _send(self, engine: EngineState, kind: bytes, frames: Iterable[Any]) -> PendingSend:
-        message = [identity(engine.index), kind, *frames]
+        message = [engine.identity, kind, *frames]
         try:
             send = send_frames(self._router, message, NOBLOCK)
         except zmq.ZMQError as error:
