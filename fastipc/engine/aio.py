@@ -44,7 +44,7 @@ class AsyncOutputStream(Generic[OutputT]):
         self._ended = False
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._delivered = client._core.stages.record["client"]
+        self._delivered = client._core.stages.delivered
 
     # -- Sink --------------------------------------------------------------------------------------
 

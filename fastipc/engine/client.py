@@ -53,7 +53,7 @@ class OutputStream(Generic[OutputT]):
         self._limit = limit
         self._ended = False
         self._error: BaseException | None = None
-        self._delivered = client._core.stages.record["client"]
+        self._delivered = client._core.stages.delivered
 
     # -- Sink --------------------------------------------------------------------------------------
 

@@ -414,7 +414,6 @@ class FrontEndCore:
         chosen.since_load += 1
         self.counts["sent"] += 1
         self.counts["tensor_frames"] += len(frames) - 1
-        self.stages.record["api_queue"](entry.sent - created)
         if chosen.lockstep and not self.stepping and len(self.engines) > 1:
             self._start_wave(chosen)
         return chosen, None if copy else sent
@@ -527,8 +526,9 @@ class FrontEndCore:
                 entry = requests.get(message.outputs[stamps[0]].request_id)
                 if entry is not None and not entry.begun:
                     entry.begun = True
-                    self.stages.first(engine.same_clock, entry.sent, stamps, message.sent, decoded)
-                    self.stages.record["first_output"](decoded - entry.created)
+                    self.stages.first(
+                        engine.same_clock, entry.created, entry.sent, stamps, message.sent, decoded
+                    )
         full = None
         self.counts["outputs"] += len(message.outputs)
         self.counts["output_messages"] += 1
@@ -544,7 +544,7 @@ class FrontEndCore:
                 self._remove(output.request_id, entry)
                 if sink is not None:
                     self.counts["finished"] += 1
-                    self.stages.record["total"](decoded - entry.created)
+                    self.stages.finished(decoded - entry.created)
                     sink.end(None)
         for failure in message.failures:
             entry = requests.get(failure.request_id)

@@ -13,11 +13,13 @@ first_output    the client was called -> the first output was decoded
 total           the client was called -> the last output was decoded
 =============== =====================================================================
 
-The stages from request_channel to output_channel are of a request's first output. Those that
+The stages up to output_channel are of a request's first output. Those that
 compare clocks of two processes are left out when the engine is on another host.
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from ..histogram import Histogram
 
@@ -35,28 +37,50 @@ STAGES = (
 )
 
 
+# The stage between each stamp of a request's first output and the next.
+_BETWEEN = STAGES[:7]
+_OF_ONE_CLOCK = {"request_channel", "output_channel"}
+_AT_ONCE = 512
+
+
 class Stages:
     """A histogram for each stage."""
 
     def __init__(self) -> None:
-        self.histograms = {name: Histogram() for name in STAGES}
-        self.record = {name: self.histograms[name].record for name in STAGES}
+        self._histograms = {name: Histogram() for name in STAGES}
+        self._rows: dict[bool, list[tuple[int, ...]]] = {False: [], True: []}
+        self.delivered = self._histograms["client"].record
+        self.finished = self._histograms["total"].record
 
     def first(
         self,
         same_clock: bool,
+        created: int,
         sent: int,
         stamps: tuple[int, int, int, int, int],
         taken_up: int,
         decoded: int,
     ) -> None:
         """Account for a request's first output. All times in nanoseconds."""
-        record = self.record
         _, received, scheduled, began, ended = stamps
-        record["engine_queue"](scheduled - received)
-        record["scheduler_queue"](began - scheduled)
-        record["step"](ended - began)
-        record["output_queue"](taken_up - ended)
-        if same_clock:
-            record["request_channel"](received - sent)
-            record["output_channel"](decoded - taken_up)
+        rows = self._rows[same_clock]
+        rows.append((created, sent, received, scheduled, began, ended, taken_up, decoded))
+        if len(rows) >= _AT_ONCE:
+            self._sort_in()
+
+    def _sort_in(self) -> None:
+        for same_clock, rows in self._rows.items():
+            if not rows:
+                continue
+            times = np.array(rows, np.int64)
+            rows.clear()
+            for name, took in zip(_BETWEEN, np.diff(times).T, strict=True):
+                if same_clock or name not in _OF_ONE_CLOCK:
+                    self._histograms[name].record_all(took)
+            self._histograms["first_output"].record_all(times[:, -1] - times[:, 0])
+
+    @property
+    def histograms(self) -> dict[str, Histogram]:
+        """By stage, up to date."""
+        self._sort_in()
+        return self._histograms
