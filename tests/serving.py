@@ -61,8 +61,14 @@ class Stream:
 
     def __init__(self, server, **body):
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-        self._connection.request("POST", "/v1/completions", json.dumps({**body, "stream": True}))
-        self.answer = self._connection.getresponse()
+        try:
+            self._connection.request(
+                "POST", "/v1/completions", json.dumps({**body, "stream": True})
+            )
+            self.answer = self._connection.getresponse()
+        except BaseException:
+            self._connection.close()
+            raise
 
     def __iter__(self):
         for line in self.answer:

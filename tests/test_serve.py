@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import concurrent.futures
+import contextlib
 import http.client
 import importlib.util
 import json
@@ -318,9 +319,11 @@ def test_kill_anybody_at_any_moment(start_child, seed):
         while not stop.is_set():
             try:
                 if random_number.random() < 0.5:
-                    stream = Stream(server, prompt="a", max_tokens=random_number.randrange(1, 200))
-                    list(stream)
-                    stream.close()
+                    length = random_number.randrange(1, 200)
+                    with contextlib.closing(
+                        Stream(server, prompt="a", max_tokens=length)
+                    ) as stream:
+                        list(stream)
                 else:
                     server.post({"prompt": "b", "max_tokens": random_number.randrange(1, 200)})
             except (OSError, http.client.HTTPException, ValueError):
