@@ -233,7 +233,8 @@ def test_ctrl_c_while_starting(start_child):
     press_ctrl_c(child)
 
     assert child.wait() == 130
-    assert child.stderr.endswith("fastipc demo: interrupted\n")
+    # (a child that is still importing its modules may have something to say of the signal, too)
+    assert "fastipc demo: interrupted\n" in child.stderr
     assert "Traceback" not in child.stderr
 
 
