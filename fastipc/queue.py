@@ -404,7 +404,11 @@ class _End:
 
     def __del__(self) -> None:
         end = getattr(self, "_end", None)
-        if end is not None and not end.closed and self._pid == os.getpid():
+        if end is None or end.closed:
+            return
+        if not hasattr(self, "_pid"):
+            end.close()  # the constructor was interrupted: nobody had this to close
+        elif self._pid == os.getpid():
             warnings.warn(f"{self!r} was never closed", ResourceWarning, source=self, stacklevel=2)
             self.close()
 

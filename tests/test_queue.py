@@ -718,3 +718,16 @@ def test_a_message_takes_no_longer_room_than_it_is_unread():
             writer.enqueue(np.full(n, i % 256, np.uint8), timeout=10)
             got = reader.dequeue(timeout=10)
             assert i == 0 or (got == (i - 1) % 256).all()
+
+
+def test_a_constructor_that_is_interrupted_leaves_nothing_to_say(monkeypatch):
+    """Its half-made object ends in silence (the suite turns what a finalizer raises into errors)."""
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MessageQueue, "_opened", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            MessageQueue(1, 1)
+    gc.collect()
