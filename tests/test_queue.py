@@ -721,7 +721,7 @@ def test_a_message_takes_no_longer_room_than_it_is_unread():
 
 
 def test_a_constructor_that_is_interrupted_leaves_nothing_to_say(monkeypatch):
-    """Its half-made object ends in silence (the suite turns what a finalizer raises into errors)."""
+    """Its half-made object ends in silence: what a finalizer raises is an error here."""
 
     def interrupted(self):
         raise KeyboardInterrupt
