@@ -36,6 +36,7 @@ static const struct point points[] = {
 #define MAX_READERS 4u
 #define FRESH_MESSAGES 1000u
 #define AFTER_JOINING 30u /* messages that a replacement shares with the others */
+#define BEFORE_HOLDING 5u /* messages: the ring has gone round once */
 #define CELL_WATCHDOG_S 60u
 
 static bool is(const struct point *p, const char *name) { return strcmp(p->name, name) == 0; }
@@ -88,6 +89,12 @@ static uint64_t bytes_of(const struct cell *s, uint64_t seq) { return s->bytes[s
 
 /* ---- readers ------------------------------------------------------------------------------- */
 
+/* A writer that is to die while it waits must come to wait; readers that look all the time would
+ * never let it. So these are busy with something else, until it's dead. */
+static bool holds_up(const struct cell *s) {
+    return s->role == AS_WRITER && s->busy && step_is(s->point, "wait");
+}
+
 static struct report read_all(const struct cell *s, fipc_queue *r) {
     struct report it = {0};
     struct fipc_message m;
@@ -107,6 +114,9 @@ static struct report read_all(const struct cell *s, fipc_queue *r) {
         }
         it.last = m.tag;
         it.n++;
+        if (it.n == BEFORE_HOLDING && holds_up(s)) {
+            UNTIL(fipc_load64_acquire(&s->killed));
+        }
         peers_check(&m, m.tag, bytes_of(s, m.tag));
         fipc_message_clear(&m);
     }
