@@ -22,22 +22,27 @@ it's the parent that decides.
 
 from __future__ import annotations
 
+import _thread
 import importlib
 import logging
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
 import multiprocessing.forkserver
 import multiprocessing.process
+import multiprocessing.reduction
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import operator
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing import popen_forkserver, popen_spawn_posix
 from multiprocessing.connection import Connection
 from types import FrameType, TracebackType
 from typing import Any
@@ -370,6 +375,104 @@ class _Name(str):
         return operator.getitem, ((str(self), *sets), 0)
 
 
+class _Uninterrupted:
+    """How multiprocessing starts a process that isn't forked, but to its end once it has begun.
+
+    A child that gets half of what it is to load prints a traceback, and of a process whose start
+    was interrupted nobody knows the pid. Holding signals back in this thread is not enough: any
+    other may take them, and then it is the main thread that runs their handlers, whatever it does.
+    So another thread does what must not be interrupted, which is little: all is pickled here, by
+    the caller's thread, for pickling may import, and so wait for what the caller has.
+    """
+
+    interrupted: BaseException | None = None
+    _fds: list[int]
+
+    def _launch(self, process_obj: Any) -> None:
+        spawning: Any = self
+        multiprocessing.context.set_spawning_popen(spawning)
+        try:
+            pickled = multiprocessing.reduction.ForkingPickler.dumps(process_obj)
+        finally:
+            multiprocessing.context.set_spawning_popen(None)
+        stand_in: Any = _Call(pickle.loads, bytes(pickled))
+        stand_in._name = process_obj._name
+        launch = super()._launch  # type: ignore[misc]
+        if threading.current_thread() is threading.main_thread():
+            self.interrupted = _in_another_thread(launch, stand_in)
+        else:
+            _without_signals(launch, stand_in)
+
+
+def _without_signals(function: Callable[..., object], *args: Any) -> None:
+    held_back = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    try:
+        function(*args)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
+
+
+def _in_another_thread(function: Callable[..., object], *args: Any) -> BaseException | None:
+    """Calls it there, with signals held back, and waits for it whatever happens.
+
+    Returns what a signal's handler raised in this thread meanwhile. Raises what the call raises.
+    """
+    once = threading.Lock()
+    outcome: list[BaseException | None] = []
+    over = threading.Lock()
+    over.acquire()
+
+    def run() -> None:
+        if not once.acquire(blocking=False):
+            return
+        try:
+            _without_signals(function, *args)
+        except BaseException as error:
+            outcome.append(error)
+        else:
+            outcome.append(None)
+        over.release()
+
+    interrupted: BaseException | None = None
+    # An exception may come between any two steps, also where a call has been made and has not
+    # returned: so it is asked what has happened, and what may have been done is done again.
+    while not outcome:
+        try:
+            if not once.locked():
+                _thread.start_new_thread(run, ())
+            over.acquire()
+        except BaseException as error:
+            if isinstance(error, RuntimeError) and not once.locked():
+                raise  # no thread can be had
+            interrupted = error
+    if outcome[0] is not None:
+        raise outcome[0]
+    return interrupted
+
+
+class _SpawnPopen(_Uninterrupted, popen_spawn_posix.Popen):
+    pass
+
+
+class _ForkserverPopen(_Uninterrupted, popen_forkserver.Popen):
+    pass
+
+
+class _SpawnProcess(multiprocessing.context.SpawnProcess):
+    _Popen = staticmethod(_SpawnPopen)
+
+
+class _ForkserverProcess(multiprocessing.context.ForkServerProcess):
+    _Popen = staticmethod(_ForkserverPopen)
+
+
+_PROCESSES: dict[str, Any] = {
+    "fork": multiprocessing.context.ForkProcess,
+    "spawn": _SpawnProcess,
+    "forkserver": _ForkserverProcess,
+}
+
+
 def _refuse_in_bootstrap() -> None:
     """Where the main script is being imported by a child, starting a process is a fork bomb."""
     if not getattr(multiprocessing.process.current_process(), "_inheriting", False):
@@ -420,6 +523,8 @@ def start(
 
     Raises:
         ValueError: no such start method.
+        What a signal's handler raises meanwhile (KeyboardInterrupt); then the child has ended, or
+            ends by itself.
         RuntimeError: the main script has no ``if __name__ == '__main__'``; or this process is
             daemonic, and so can't have children.
         Whatever pickling target or its arguments raises.
@@ -435,7 +540,6 @@ def start(
     if method != "fork" and "OMP_NUM_THREADS" not in os.environ:
         variables.setdefault("OMP_NUM_THREADS", "1")
     logger.info("%s starts by %s: %s", name, method, reason)
-    context: Any = multiprocessing.get_context(method)
     if method != "fork":
         # These start processes when they are first needed, which must not begin with signals held
         # back, and (the tracker) lets them through when it has.
@@ -447,7 +551,7 @@ def start(
     ready_r, ready_w = _pipe()
     label = _Name(name)
     label._env = variables
-    process = context.Process(
+    process = _PROCESSES[method](
         target=_main,
         args=(death_r, ready_w, target, tuple(args), dict(kwargs or {}), variables),
         name=label,
@@ -455,17 +559,23 @@ def start(
     )
     thread = threading.get_ident()
     _passing[thread] = (death_r, ready_w)
-    held_back = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
     try:
-        process.start()
+        if method == "fork":
+            _without_signals(process.start)
+        else:
+            process.start()
+        child = ChildProcess(process, name, method, death_w, ready_r)
     except BaseException:
-        _let_go(death_w, ready_r)
+        _let_go(death_w, ready_r)  # a child that has begun all the same ends for it
         raise
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held_back)
         _passing.pop(thread, None)
         _let_go(death_r, ready_w)
-    return ChildProcess(process, name, method, death_w, ready_r)
+    interrupted = getattr(process._popen, "interrupted", None)
+    if interrupted is not None:
+        stop([child], graceful=0.0)
+        raise interrupted
+    return child
 
 
 class ChildProcess:

@@ -173,6 +173,48 @@ def test_ready_is_for_children():
         processes.on_parent_death(print)
 
 
+INTERRUPTED = """
+import multiprocessing.forkserver, multiprocessing.util, psutil, signal, sys, threading, time
+import children
+from fastipc import processes
+
+def interrupting(function):
+    def interrupted(*args):
+        result = function(*args)
+        for again in range(3):
+            # Another thread takes the signal: the main thread has to handle it, wherever it is.
+            signal.pthread_kill(bystander.ident, signal.SIGINT)
+            time.sleep(0.05)
+        return result
+    return interrupted
+
+if __name__ == "__main__":
+    bystander = threading.Thread(target=time.sleep, args=(1000,), daemon=True)
+    bystander.start()
+    first = processes.start(children.tell, name="first", start_method=sys.argv[1])
+    processes.stop([first], graceful=0.0)
+    others = psutil.Process().children()  # the resource tracker; the fork server
+    multiprocessing.util.spawnv_passfds = interrupting(multiprocessing.util.spawnv_passfds)
+    multiprocessing.forkserver.connect_to_new_process = interrupting(
+        multiprocessing.forkserver.connect_to_new_process
+    )
+    try:
+        processes.start(children.tell, name="second", start_method=sys.argv[1])
+    except KeyboardInterrupt:
+        print("interrupted")
+    assert psutil.Process().children() == others
+    assert not processes._held and not processes._children
+"""
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_ctrl_c_amidst_a_start(method, start_child):
+    script = start_child(INTERRUPTED, method, env={"PYTHONPATH": str(HERE)})
+    assert script.wait() == 0, script.stderr
+    assert script.stdout == "interrupted\n"
+    assert script.stderr == ""
+
+
 GUARDLESS = """
 import sys
 from fastipc import processes
