@@ -2,14 +2,14 @@
  *
  * Pairs (that in fipc_ring.h counts as well)
  *   P-state  state: store release in fipc_peer_join, fipc_queue_close -> load acquire,
- *            cas acquire in fipc_queue_members, admit, fipc_queue_peer. Travels: pid, pid_ns, host
- *            and epoch of the rank. (The writer changes a state by read-modify-writes only, which
- *            hand on what they read.)
+ *            cas acquire in fipc_queue_members, admit, fipc_queue_peer, fipc_peer_dead. Travels:
+ *            pid, pid_ns, host and epoch of the rank. (The writer changes a state by
+ *            read-modify-writes only, which hand on what they read.)
  *
  * Relaxed
  *   pid, pid_ns, host, epoch: they travel with the state, or are the rank's own.
- *   state: where its owner or the writer looks at what it stored itself; in fipc_peer_dead since
- *          the kernel's lock orders the looks.
+ *   state: where its owner or the writer looks at what it stored itself; in fipc_peer_dead the first
+ *          look, since the kernel's lock orders it and the second.
  */
 #include "fipc_peer.h"
 
@@ -104,9 +104,9 @@ int fipc_peer_join(struct fipc_peer *p, const struct fipc_segment *s, uint32_t r
 }
 
 bool fipc_peer_dead(const struct fipc_peer *p, const struct fipc_segment *s, uint32_t reader) {
-    /* relaxed, both looks: asking the kernel lies between them and orders them. Its lock makes what
-     * came before the byte was given back visible to whoever finds it free (who asks holds a byte
-     * of its own, so that the kernel really takes that lock). */
+    /* relaxed: asking the kernel lies between this look and the other, and orders them. Its lock makes
+     * what came before the byte was given back visible to whoever finds it free (who asks holds a
+     * byte of its own, so that the kernel really takes that lock). */
     uint32_t before = fipc_load32_relaxed(&p->state);
     uint32_t epoch = fipc_load32_relaxed(&p->epoch);
     if (before != FIPC_PEER_JOINING && before != FIPC_PEER_ACTIVE) {
@@ -115,8 +115,9 @@ bool fipc_peer_dead(const struct fipc_peer *p, const struct fipc_segment *s, uin
     if (fipc_lock_byte_held(s->lock_fd, FIPC_READER_LOCK(reader))) {
         return false;
     }
-    /* It may have closed in an orderly way, or been replaced, between the two looks. */
-    uint32_t after = fipc_load32_relaxed(&p->state);
+    /* It may have closed in an orderly way, or been replaced, between the two looks; and a
+     * replacement that took the byte after the question is not ordered by the kernel. */
+    uint32_t after = fipc_load32_acquire(&p->state); /* P-state */
     return (after == FIPC_PEER_JOINING || after == FIPC_PEER_ACTIVE) &&
            fipc_load32_relaxed(&p->epoch) == epoch;
 }

@@ -465,8 +465,12 @@ static bool granted_to_second(void) {
     return fipc_load32_relaxed(&writer->ring.peers[0].granted) == 2; /* its own store */
 }
 
+static void one_reader_done(void) {
+    one_reader();
+    send(1);
+    receive(reader[0], 1);
+}
 static void replace_write(void) {
-    REQUIRE(send(1) == FIPC_OK);
     if (verify_choose(2)) { /* it looks at the ranks without being told */
         fipc_store64_relaxed(&writer->next_probe, 0);
     }
@@ -484,7 +488,6 @@ static void replace_write(void) {
     REQUIRE(send(3) == FIPC_OK);
 }
 static void replace_read(void) {
-    REQUIRE(receive(reader[0], 1) == FIPC_OK);
     fipc_queue_close(reader[0]);
     REQUIRE(attach_as(0, &reader[1]) == FIPC_OK); /* another process, at the same rank */
     REQUIRE(receive(reader[1], 2) == FIPC_OK);
@@ -501,13 +504,42 @@ const struct verify_client verify_replace = {
     2,
     false,
     0,
-    one_reader,
+    one_reader_done,
     {replace_write, replace_read},
     replace_finish};
 
+/* A writer that asks for the dead just then. */
+static void ask(void) {
+    struct fipc_call call = {.deadline = 0};
+    struct fipc_error err;
+    fipc_store64_relaxed(&writer->next_probe, 0);
+    int rc = fipc_queue_wait_ready(writer, &call, &err);
+    REQUIRE(rc == FIPC_OK || rc == FIPC_CLOSED);
+}
+static void leave_and_come(void) {
+    fipc_queue_close(reader[0]);
+    REQUIRE(attach_as(0, &reader[1]) == FIPC_OK);
+}
+static void ask_finish(void) {
+    REQUIRE(send(1) == FIPC_OK && receive(reader[1], 1) == FIPC_OK);
+    end();
+}
+const struct verify_client verify_ask = {
+    "ask",
+    "a reader leaves and another comes while the writer asks who is dead: nobody is",
+    2,
+    false,
+    0,
+    one_reader,
+    {ask, leave_and_come},
+    ask_finish};
+
 /* The first dies, and another comes at its rank while it is evicted, or before, or after. */
+static void one_mortal_behind(void) {
+    one_mortal();
+    send(1);
+}
 static void succeed_write(void) {
-    REQUIRE(send(1) == FIPC_OK);
     for (;;) {
         struct fipc_error err;
         struct fipc_call call = {.deadline = 0};
@@ -541,7 +573,7 @@ const struct verify_client verify_succeed = {
     2,
     false,
     0,
-    one_mortal,
+    one_mortal_behind,
     {succeed_write, succeed_read},
     succeed_finish};
 
