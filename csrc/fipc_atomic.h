@@ -94,6 +94,11 @@ static inline void fipc_store64_seqcst(fipc_a64 *p, uint64_t v) {
 
 #endif /* FIPC_ATOMIC_HEADER */
 
+/* Plain words of another process's, which an atomic word orders, loaded exactly once: a compiler may
+ * otherwise look at the word again later, when that process has changed it. */
+static inline uint32_t fipc_once32(const uint32_t *p) { return *(const volatile uint32_t *)p; }
+static inline uint64_t fipc_once64(const uint64_t *p) { return *(const volatile uint64_t *)p; }
+
 /* Tells the processor that this is a spin loop, so that the sibling thread gets the core's units
  * and leaving the loop costs no pipeline flush. */
 static inline void fipc_pause(void) {

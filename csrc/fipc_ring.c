@@ -178,15 +178,13 @@ struct fipc_slot *fipc_ring_peek(const struct fipc_ring *r, struct fipc_record *
     if (fipc_load64_acquire(&slot->written) != r->next) { /* W1 */
         return NULL;
     }
-    /* volatile: each is loaded once. What is looked at below is what is used, whatever a hostile
-     * writer stores meanwhile. */
-    const volatile struct fipc_slot *once = slot;
-    *record = (struct fipc_record){.len = once->len,
-                                   .total = once->total,
-                                   .offset = once->offset,
-                                   .flags = once->flags,
-                                   .chunk = once->chunk,
-                                   .tag = once->tag};
+    /* What is looked at below is what is used, whatever a hostile writer stores meanwhile. */
+    *record = (struct fipc_record){.len = fipc_once64(&slot->len),
+                                   .total = fipc_once64(&slot->total),
+                                   .offset = fipc_once64(&slot->offset),
+                                   .flags = fipc_once32(&slot->flags),
+                                   .chunk = fipc_once32(&slot->chunk),
+                                   .tag = fipc_once32(&slot->tag)};
     uint64_t room = record->flags & FIPC_SLOT_CHUNK ? r->chunk_bytes : r->inline_bytes;
     bool whole = (record->flags & FIPC_SLOT_FIRST) && (record->flags & FIPC_SLOT_LAST);
     *bad = record->len > room || record->offset > room - record->len ||
