@@ -54,9 +54,9 @@ static int attach_as(uint32_t i, fipc_queue **out) {
 
 static void attach(uint32_t i) { REQUIRE(attach_as(i, &reader[i]) == FIPC_OK); }
 
-static int send(uint64_t value) {
+static int send_until(uint64_t value, uint64_t deadline) {
     struct fipc_piece piece = {.ptr = &value, .len = sizeof value};
-    struct fipc_call call = forever();
+    struct fipc_call call = {.deadline = deadline};
     struct fipc_error err;
     int rc;
     do {
@@ -67,13 +67,14 @@ static int send(uint64_t value) {
     } while (rc == FIPC_EVICTED);
     return rc;
 }
+static int send(uint64_t value) { return send_until(value, FIPC_FOREVER); }
 
 /* One message, or the reason why there is none. */
-static int receive(fipc_queue *q, unsigned thread) {
+static int receive_until(fipc_queue *q, unsigned thread, uint64_t deadline) {
     struct fipc_error err;
     for (;;) {
         struct fipc_message m;
-        struct fipc_call call = forever();
+        struct fipc_call call = {.deadline = deadline};
         int rc = fipc_queue_recv(q, &call, &m, &err);
         if (rc == FIPC_OK) {
             REQUIRE(m.n == 1 && m.blocks[0].len == 8 && n_got[thread] < MOST);
@@ -84,16 +85,24 @@ static int receive(fipc_queue *q, unsigned thread) {
             fipc_message_clear(&m);
             return rc;
         }
-        if (rc != FIPC_WOULD_BLOCK) {
+        if (rc != FIPC_WOULD_BLOCK || deadline == 0) {
             return rc;
         }
-        call = forever();
+        call = (struct fipc_call){.deadline = deadline};
         rc = fipc_queue_wait_readable(q, &call, &err);
         if (rc != FIPC_OK) {
             return rc;
         }
     }
 }
+
+static int receive(fipc_queue *q, unsigned thread) {
+    return receive_until(q, thread, FIPC_FOREVER);
+}
+
+/* When the threads have ended nobody is left who could end a wait. */
+static int send_now(uint64_t value) { return send_until(value, 0); }
+static int receive_now(fipc_queue *q, unsigned thread) { return receive_until(q, thread, 0); }
 
 static void end(void) {
     fipc_queue_free(writer);
@@ -276,7 +285,7 @@ static void leave_read(void) {
 }
 static void leave_finish(void) {
     require_sequence(1, 1, 1);
-    REQUIRE(send(9) == FIPC_CLOSED);
+    REQUIRE(send_now(9) == FIPC_CLOSED);
     end();
 }
 const struct verify_client verify_leave = {
@@ -416,7 +425,7 @@ static void evict_write(void) {
 static void evict_die(void) { mortal(reader[0], 1); }
 static void evict_finish(void) {
     REQUIRE(n_got[1] <= 1);
-    REQUIRE(send(9) == FIPC_CLOSED);
+    REQUIRE(send_now(9) == FIPC_CLOSED);
     end();
 }
 const struct verify_client verify_evict = {"evict",
@@ -521,7 +530,7 @@ static void leave_and_come(void) {
     REQUIRE(attach_as(0, &reader[1]) == FIPC_OK);
 }
 static void ask_finish(void) {
-    REQUIRE(send(1) == FIPC_OK && receive(reader[1], 1) == FIPC_OK);
+    REQUIRE(send_now(1) == FIPC_OK && receive_now(reader[1], 1) == FIPC_OK);
     end();
 }
 const struct verify_client verify_ask = {
@@ -539,32 +548,33 @@ static void one_mortal_behind(void) {
     one_mortal();
     send(1);
 }
-static void succeed_write(void) {
-    for (;;) {
-        struct fipc_error err;
-        struct fipc_call call = {.deadline = 0};
-        fipc_store64_relaxed(&writer->next_probe, 0);
-        int rc = fipc_queue_wait_ready(writer, &call, &err);
-        REQUIRE(rc == FIPC_OK || rc == FIPC_CLOSED || rc == FIPC_EVICTED);
-        if (granted_to_second()) {
-            break;
-        }
-        verify_poll();
-    }
-    REQUIRE(send(2) == FIPC_OK);
-    REQUIRE(send(3) == FIPC_OK);
+static void look_for_dead(void) {
+    struct fipc_error err;
+    struct fipc_call call = {.deadline = 0};
+    fipc_store64_relaxed(&writer->next_probe, 0);
+    int rc = fipc_queue_wait_ready(writer, &call, &err);
+    REQUIRE(rc == FIPC_OK || rc == FIPC_CLOSED || rc == FIPC_EVICTED);
 }
-static void succeed_read(void) {
+static void succeed_write(void) {
+    for (int i = 0; i < 3; i++) {
+        look_for_dead();
+    }
+}
+static void die_and_come(void) {
     verify_die(reader[0]);
     REQUIRE(attach_as(0, &reader[1]) == FIPC_OK);
-    do {
-        REQUIRE(receive(reader[1], 2) == FIPC_OK);
-    } while (got[2][n_got[2] - 1] != 3);
 }
 static void succeed_finish(void) {
+    for (int i = 0; i < 3 && !granted_to_second(); i++) {
+        look_for_dead();
+    }
+    REQUIRE(granted_to_second());
+    REQUIRE(send_now(2) == FIPC_OK);
+    do {
+        REQUIRE(receive_now(reader[1], 2) == FIPC_OK);
+    } while (got[2][n_got[2] - 1] != 2);
     /* nothing was read before: so what was sent is kept, unless the dead one was evicted first */
-    require_sequence(2, got[2][0], 3);
-    REQUIRE(got[2][0] <= 2);
+    require_sequence(2, got[2][0], 2);
     end();
 }
 const struct verify_client verify_succeed = {
@@ -574,15 +584,48 @@ const struct verify_client verify_succeed = {
     false,
     0,
     one_mortal_behind,
-    {succeed_write, succeed_read},
+    {succeed_write, die_and_come},
     succeed_finish};
+
+static void succeed_on_write(void) {
+    for (;;) {
+        look_for_dead();
+        if (granted_to_second()) {
+            break;
+        }
+        verify_poll();
+    }
+    REQUIRE(send(2) == FIPC_OK);
+    REQUIRE(send(3) == FIPC_OK);
+}
+static void succeed_on_read(void) {
+    verify_die(reader[0]);
+    REQUIRE(attach_as(0, &reader[1]) == FIPC_OK);
+    do {
+        REQUIRE(receive(reader[1], 2) == FIPC_OK);
+    } while (got[2][n_got[2] - 1] != 3);
+}
+static void succeed_on_finish(void) {
+    /* nothing was read before: so what was sent is kept, unless the dead one was evicted first */
+    require_sequence(2, got[2][0], 3);
+    REQUIRE(got[2][0] <= 2);
+    end();
+}
+const struct verify_client verify_succeed_on = {"succeed-on",
+                                                "the same, and the writer goes on sending",
+                                                2,
+                                                true,
+                                                0,
+                                                one_mortal_behind,
+                                                {succeed_on_write, succeed_on_read},
+                                                succeed_on_finish};
 
 /* ---- threads that share ------------------------------------------------------------------------ */
 
 static void share_send_0(void) { REQUIRE(send(1) == FIPC_OK); }
 static void share_send_1(void) { REQUIRE(send(2) == FIPC_OK); }
 static void share_send_finish(void) {
-    REQUIRE(receive(reader[0], 0) == FIPC_OK && receive(reader[0], 0) == FIPC_OK);
+    REQUIRE(receive_now(reader[0], 0) == FIPC_OK && receive_now(reader[0], 0) == FIPC_OK);
     REQUIRE(got[0][0] + got[0][1] == 3);
     end();
 }
