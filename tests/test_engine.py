@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -379,6 +380,31 @@ def test_an_engine_that_is_killed_fails_what_it_had():
             client.add_request(Request("next"))
         with pytest.raises(EngineDeadError, match="SIGKILL"):
             client.call("state")
+        assert client.stats()["in_flight"] == 0
+
+
+def test_what_is_sent_before_the_death_is_told_fails_with_its_reason():
+    with (
+        EngineClient.launch(CountingCore, timeout=60) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        streams = [client.add_request(Request("before", 1 << 40))]
+        streams[0].get(30)
+        with client.group._lock:  # so nobody is told
+            os.kill(client.group.processes[0].pid, signal.SIGKILL)
+            eventually(lambda: client.engines[0].unreachable_since is not None)
+            streams.append(client.add_request(Request("after")))
+            call = pool.submit(client.call, "state")
+            assert client.engines[0].alive
+            with pytest.raises(EngineDeadError, match="can't be reached at the moment"):
+                client.add_request(Request("uncopied"), copy=False)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="SIGKILL") as caught:
+                for _ in stream:
+                    pass
+            assert caught.value.exitcode == -signal.SIGKILL
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            call.result(30)
         assert client.stats()["in_flight"] == 0
 
 

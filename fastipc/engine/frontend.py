@@ -146,6 +146,10 @@ class EngineState:
         )
 
 
+class _NoConnection(EngineDeadError):
+    """There is none to the engine: it has ended, or its host is gone, or makes another."""
+
+
 class _Entry:
     """A request under way. It is kept after an abort until the engine has seen that."""
 
@@ -339,11 +343,23 @@ class FrontEndCore:
                 raise
             if engine.unreachable_since is None:
                 engine.unreachable_since = time.monotonic()
-            raise EngineDeadError(
+            kind_of_error = EngineDeadError if error.errno == zmq.EAGAIN else _NoConnection
+            raise kind_of_error(
                 f"engine {engine.index} can't be reached at the moment", engine.index
             ) from None
         engine.unreachable_since = None
         return send
+
+    def _send_or_lose(
+        self, engine: EngineState, kind: bytes, frames: Iterable[Any]
+    ) -> PendingSend | None:
+        """What is sent where the connection has just gone is as lost as what was on its way there,
+        and fails with it: when it is told how the engine ended, or when the connection is made
+        again, or when neither comes."""
+        try:
+            return self._send(engine, kind, frames)
+        except _NoConnection:
+            return None
 
     def choose(self, engine: int | None) -> EngineState:
         """The engine of that index, or else the one with the least to do."""
@@ -406,7 +422,8 @@ class FrontEndCore:
         if copy and len(frames) > 1:
             frames[1:] = [_copied(frame, self._router.copy_threshold) for frame in frames[1:]]
         entry = _Entry(chosen, sink, created, nbytes)
-        sent = self._send(chosen, ADD, frames)
+        # (without a copy the caller waits for the sending, and so must know that there is none)
+        sent = (self._send_or_lose if copy else self._send)(chosen, ADD, frames)
         entry.sent = time.monotonic_ns()
         self.requests[request_id] = entry
         self.nbytes += nbytes
@@ -460,7 +477,7 @@ class FrontEndCore:
         call = Call(self.next_call, method, UtilityResult([list(args), dict(kwargs)]))
         frames = self._encoder.encode(call)
         frames[1:] = [_copied(frame, self._router.copy_threshold) for frame in frames[1:]]
-        self._send(engine, UTILITY, frames)
+        self._send_or_lose(engine, UTILITY, frames)
         self.calls[self.next_call] = (engine, done)
         return self.next_call
 
