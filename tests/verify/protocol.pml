@@ -35,7 +35,7 @@ byte payload[SLOTS]; /* 0: half a message */
 byte cursor[READERS];
 mtype state[READERS] = FREE;
 bool closed;         /* writer_state */
-bool data_sleeper;   /* bit 0 of data_bell, and its count, which wraps */
+bool data_sleeper;   /* bit 0 of data_bell, and its count */
 byte data_bell;
 bool room_sleeper;
 byte room_bell;
@@ -58,10 +58,11 @@ bool writer_died, reader_died[READERS];
     :: deaths < DEATHS -> deaths++; goto killed                                                    \
     fi
 
+/* (The count comes around after more rings than there are in a run, as 31 bits do.) */
 #define RING(bell, sleeper)                                                                        \
     d_step {                                                                                       \
         sleeper = false;                                                                           \
-        bell = (bell + 1) % 4                                                                      \
+        bell = (bell + 1) % 32                                                                     \
     }
 
 /* Sleeps until the bell's word is no longer what was seen, or until the slice is over. */
