@@ -308,7 +308,7 @@ def test_a_send_to_an_unknown_identity_is_an_error(ctx: Any, transport: str) -> 
         assert caught.value.errno == errno.EHOSTUNREACH
     assert pending_sends(router) == 0
     gc.collect()
-    big.append(0)  # nothing holds it
+    wait_until_free(big)
     dealer = make_zmq_socket(ctx, bound_to(router), zmq.DEALER, bind=False, identity=b"somebody")
     dealer.send(b"here")
     soon(router)
@@ -639,7 +639,7 @@ def test_every_frame_is_tracked(ctx: Any) -> None:
     assert send.done
     assert pending_sends(push) == 0
     assert alive() is None
-    big.append(0)
+    wait_until_free(big)
     send.wait(0)
 
 
@@ -696,6 +696,19 @@ def wait_until(condition: Any) -> None:
         gate.wait(0.001)
 
 
+def wait_until_free(buffer: bytearray) -> None:
+    """Until nothing holds it: a thread of pyzmq's may have to let go of it first."""
+
+    def is_free() -> bool:
+        try:
+            buffer.append(0)
+        except BufferError:
+            return False
+        return True
+
+    wait_until(is_free)
+
+
 def test_a_full_queue_sends_and_borrows_nothing(ctx: Any) -> None:
     push = ctx.socket(zmq.PUSH)
     push.SNDHWM = 1
@@ -706,15 +719,7 @@ def test_a_full_queue_sends_and_borrows_nothing(ctx: Any) -> None:
     with pytest.raises(zmq.Again):
         send_frames(push, [b"id", second, b"x"], zmq.NOBLOCK)
     gc.collect()
-
-    def is_free() -> bool:
-        try:
-            second.append(0)
-        except BufferError:
-            return False
-        return True
-
-    wait_until(is_free)  # ZMQ's own thread may have to let go of it first
+    wait_until_free(second)
     assert pending_sends(push) == 1
 
 
