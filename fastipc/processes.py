@@ -392,10 +392,10 @@ class _Uninterrupted:
         spawning: Any = self
         multiprocessing.context.set_spawning_popen(spawning)
         try:
-            pickled = multiprocessing.reduction.ForkingPickler.dumps(process_obj)
+            with multiprocessing.reduction.ForkingPickler.dumps(process_obj) as pickled:
+                stand_in: Any = _Call(pickle.loads, bytes(pickled))
         finally:
             multiprocessing.context.set_spawning_popen(None)
-        stand_in: Any = _Call(pickle.loads, bytes(pickled))
         stand_in._name = process_obj._name
         launch = super()._launch  # type: ignore[misc]
         if threading.current_thread() is threading.main_thread():
@@ -445,9 +445,13 @@ def _in_another_thread(function: Callable[..., object], *args: Any) -> BaseExcep
             if isinstance(error, RuntimeError) and not once.locked():
                 raise  # no thread can be had
             interrupted = error
-    if outcome[0] is not None:
-        raise outcome[0]
-    return interrupted
+    try:
+        if outcome[0] is not None:
+            raise outcome[0]
+        return interrupted
+    finally:
+        interrupted = None  # its traceback has this frame: no circle
+        outcome.clear()
 
 
 class _SpawnPopen(_Uninterrupted, popen_spawn_posix.Popen):
@@ -573,8 +577,12 @@ def start(
         _let_go(death_r, ready_w)
     interrupted = getattr(process._popen, "interrupted", None)
     if interrupted is not None:
+        process._popen.interrupted = None
         stop([child], graceful=0.0)
-        raise interrupted
+        try:
+            raise interrupted
+        finally:
+            interrupted = None
     return child
 
 
