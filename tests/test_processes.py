@@ -174,7 +174,7 @@ def test_ready_is_for_children():
 
 
 INTERRUPTED = """
-import multiprocessing.forkserver, multiprocessing.util, psutil, signal, sys, threading, time
+import multiprocessing.forkserver, multiprocessing.util, os, psutil, signal, sys, threading
 import children
 from fastipc import processes
 
@@ -184,12 +184,15 @@ def interrupting(function):
         for again in range(3):
             # Another thread takes the signal: the main thread has to handle it, wherever it is.
             signal.pthread_kill(bystander.ident, signal.SIGINT)
-            time.sleep(0.05)
+            os.read(taken, 1)
         return result
     return interrupted
 
 if __name__ == "__main__":
-    bystander = threading.Thread(target=time.sleep, args=(1000,), daemon=True)
+    taken, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)
+    bystander = threading.Thread(target=threading.Event().wait, daemon=True)
     bystander.start()
     first = processes.start(children.tell, name="first", start_method=sys.argv[1])
     processes.stop([first], graceful=0.0)
