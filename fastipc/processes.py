@@ -386,7 +386,6 @@ class _Uninterrupted:
     """
 
     interrupted: BaseException | None = None
-    _fds: list[int]
 
     def _launch(self, process_obj: Any) -> None:
         spawning: Any = self

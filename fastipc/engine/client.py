@@ -264,7 +264,9 @@ class EngineClient:
 
         Raises:
             TooManyRequests: the limit of requests under way is reached. Nothing was sent.
-            EngineDeadError: that engine, or all of them.
+            EngineDeadError: that engine, or all of them; or too much is on its way to that engine;
+                or, with ``copy=False``, there is no connection to it now. (Else a request that
+                finds none is lost: the stream says how, as soon as that is known.)
             TypeError, ValueError: not of the type; the id is in use.
         """
         created = time.monotonic_ns()

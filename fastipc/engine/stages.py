@@ -40,11 +40,12 @@ STAGES = (
 # The stage between each stamp of a request's first output and the next.
 _BETWEEN = STAGES[:7]
 _OF_ONE_CLOCK = {"request_channel", "output_channel"}
+# Requests that are sorted in together, as a histogram does it with durations, and for that reason.
 _AT_ONCE = 512
 
 
 class Stages:
-    """A histogram for each stage."""
+    """A histogram for each stage. For one thread at a time, but for ``delivered``."""
 
     def __init__(self) -> None:
         self._histograms = {name: Histogram() for name in STAGES}
