@@ -276,6 +276,75 @@ def test_everybody_ends_when_the_server_is_killed(start_child, api_servers):
     stream.close()
 
 
+@pytest.mark.parametrize("api_servers", [1, 2])
+def test_ctrl_c_in_a_terminal_lets_streams_finish(start_child, shard, api_servers):
+    server = Server(start_child, "--api-servers", api_servers)
+    stream = Stream(server, prompt="a", max_tokens=400, seed=3)
+    first = next(iter(stream))
+    for process in server.everybody():  # the terminal sends it to all
+        process.send_signal(signal.SIGINT)
+    text, _ = stream.text()
+    assert json.loads(first)["choices"][0]["text"] + text == expected(shard, "a", 400, 3)
+    stream.close()
+    assert server.child.wait() == 130
+    assert "Traceback" not in server.child.stderr
+
+
+# Before the named function is called, the process gets the signal.
+AT_A_MOMENT = """
+    import os, signal, sys
+    from fastipc import processes
+    from fastipc.__main__ import main
+    from fastipc.engine import AsyncEngineClient, EngineGroup
+    from fastipc.server import run
+
+    def signalled_before(owner, name):
+        function = getattr(owner, name)
+
+        def wrapper(*args, **kwargs):
+            if name != "_say" or args[0].startswith("listening"):
+                os.kill(os.getpid(), number)
+            return function(*args, **kwargs)
+
+        setattr(owner, name, wrapper)
+
+    if __name__ == "__main__":
+        moment, api_servers, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
+        owner = {
+            "Monitor": processes, "wait_until_ready": EngineGroup, "wait_all_ready": processes,
+            "__aenter__": AsyncEngineClient, "_say": run, "serve": run._HttpServer,
+            "shutdown": EngineGroup,
+        }[moment]
+        signalled_before(owner, moment)
+        if moment == "shutdown":
+            signalled_before(run, "_say")
+        sys.exit(main(["serve", "--port", "0", "--api-servers", api_servers]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("moment", "api_servers"),
+    [
+        ("Monitor", 1),
+        ("wait_until_ready", 1),
+        ("__aenter__", 1),
+        ("_say", 1),
+        ("serve", 1),
+        ("shutdown", 1),
+        ("wait_all_ready", 2),
+        ("_say", 2),
+        ("shutdown", 2),
+    ],
+)
+def test_a_signal_at_any_moment_is_a_good_end(start_child, moment, api_servers, number):
+    child = start_child(AT_A_MOMENT, moment, str(api_servers), str(int(number)))
+    assert child.wait() == {signal.SIGTERM: 0, signal.SIGINT: 130}[number]
+    # And nothing is complained of.
+    for line in child.stderr.splitlines():
+        assert re.match(r"fastipc serve: (.* is pid \d+|listening on )", line), child.stderr
+
+
 def test_ctrl_c_twice_does_not_wait_for_streams(start_child):
     server = Server(start_child)
     stream = Stream(server, prompt="a", max_tokens=LONG_TOKENS)

@@ -5,7 +5,8 @@ launches the engines and the API servers, which listen on one port (SO_REUSEPORT
 connections over them), and passes on what one API server asks of all others for /metrics.
 
 Whoever dies is named. Without --restart all end then, as far as they can: running answers of other
-engines are finished. Nobody outlives the process that was started.
+engines are finished. Nobody outlives the process that was started. SIGTERM and Ctrl-C end it in
+good order at any moment, also while it starts and while it ends.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.connection import Connection, Pipe
+from types import FrameType
 from typing import Any, NamedTuple
 
 import uvicorn
 
-from fastipc import IPCError, processes
+from fastipc import ChildDied, IPCError, processes
 from fastipc.demo.core import DemoConfig, DemoCore
 from fastipc.engine import AsyncEngineClient, ClientSpec, EngineGroup, launch
 from fastipc.engine.group import clean_up_when_orphaned
@@ -65,37 +67,101 @@ class CannotListen(Exception):
     """The address can't be had; the text says why."""
 
 
+class _Told(KeyboardInterrupt):
+    """SIGTERM or Ctrl-C, when there is nothing to finish yet."""
+
+
+class _Signals:
+    """SIGTERM and SIGINT of the process that was started, from its first step to its last.
+
+    Until an event loop takes them the first one is raised in the main thread, as Python does with
+    Ctrl-C. After the loop, and after the first, they change nothing: all is ending, and within
+    bounds of time. Only the main thread can make one.
+    """
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self._call: Callable[[int], object] = self._raise
+        # One that whoever started this process has it ignore stays so: nohup, a shell's "&".
+        self._before = {
+            number: handler
+            for number in (signal.SIGTERM, signal.SIGINT)
+            if (handler := signal.getsignal(number)) is not signal.SIG_IGN
+        }
+
+    def __enter__(self) -> _Signals:
+        for number in self._before:
+            signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def exitcode(self) -> int:
+        return 130 if self.first == signal.SIGINT else 0
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        call = self._call
+        if self.first is None:
+            self.first = number
+        elif call == self._raise:
+            return
+        call(number)
+
+    def _raise(self, number: int) -> None:
+        raise _Told
+
+    @contextlib.contextmanager
+    def taken(self, function: Callable[[int], object]) -> Iterator[None]:
+        """The running event loop calls function(number) for each signal."""
+        loop = asyncio.get_running_loop()
+        self._call = lambda number: loop.call_soon_threadsafe(function, number)
+        if self.first is not None:  # what was raised may have been lost, in a __del__ say
+            function(self.first)
+        try:
+            yield
+        finally:
+            self._call = lambda number: None
+
+
 def serve(options: Options) -> int:
     """Serves until told to end; returns the exit code."""
     _log_to_stderr()
+    with _Signals() as told:
+        try:
+            return _serve(options, told) or told.exitcode
+        except (_Told, asyncio.CancelledError):
+            return told.exitcode
+        except (IPCError, RuntimeError, OSError) as error:
+            print(f"fastipc serve: {error}", file=sys.stderr)
+            return 1
+
+
+def _serve(options: Options, told: _Signals) -> int:
     try:
         listener, address = _bind(options)
     except CannotListen as error:
         print(f"fastipc serve: {error}", file=sys.stderr)
         return 1
     config = DemoConfig(path=options.path, workers=options.workers, in_process=options.workers == 1)
-    try:
-        with (
-            listener,
-            launch(
-                DemoCore,
-                config,
-                engines=options.engines,
-                clients=options.api_servers,
-                # Spawned, they don't have the listening socket, nor an event loop.
-                start_method="spawn",
-                restart=options.restart,
-            ) as group,
-        ):
-            group.wait_until_ready(READY_SECONDS)
-            if options.api_servers == 1:
-                return asyncio.run(_alone(options, group.clients[0], listener, address))
-            return asyncio.run(_Parent(options, group, listener, address).run())
-    except KeyboardInterrupt:
-        return 130
-    except (IPCError, RuntimeError, OSError) as error:
-        print(f"fastipc serve: {error}", file=sys.stderr)
-        return 1
+    with (
+        listener,
+        launch(
+            DemoCore,
+            config,
+            engines=options.engines,
+            clients=options.api_servers,
+            # Spawned, they don't have the listening socket, nor an event loop.
+            start_method="spawn",
+            restart=options.restart,
+        ) as group,
+    ):
+        group.wait_until_ready(READY_SECONDS)
+        if options.api_servers == 1:
+            return asyncio.run(_alone(group.clients[0], listener, address, told))
+        return asyncio.run(_Parent(options, group, listener, address).run(told))
 
 
 def _log_to_stderr() -> None:
@@ -214,8 +280,6 @@ class _ApiServer:
         self._server.should_exit = True
         if self._signals > 1:
             self._force()
-        elif number == signal.SIGINT:
-            self.exitcode = 130
 
     def _force(self) -> None:
         self._server.force_exit = True
@@ -223,10 +287,7 @@ class _ApiServer:
             task.cancel()
 
     async def run(self) -> int:
-        """Serves until told to end, or an engine is dead for good. Returns the exit code."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.on_signal, number)
+        """Serves until told to end, or an engine is dead for good. Returns 0 or 1."""
         watch = asyncio.create_task(self._watch())
         try:
             await self._server.serve([self._listener])
@@ -267,11 +328,22 @@ def _pids(client: AsyncEngineClient) -> str:
     return ", ".join(named)
 
 
-async def _alone(options: Options, spec: ClientSpec, listener: socket.socket, address: str) -> int:
-    async with AsyncEngineClient(spec, timeout=READY_SECONDS) as client:
-        _say(f"API server 0 is pid {os.getpid()}, {_pids(client)}")
-        _say(f"listening on {address}")
-        return await _ApiServer(client, listener, None).run()
+async def _alone(spec: ClientSpec, listener: socket.socket, address: str, told: _Signals) -> int:
+    task = asyncio.current_task()
+    server: _ApiServer | None = None
+
+    def on_signal(number: int) -> None:
+        if server is not None:
+            server.on_signal(number)
+        elif task is not None:
+            task.cancel()
+
+    with told.taken(on_signal):
+        async with AsyncEngineClient(spec, timeout=READY_SECONDS) as client:
+            server = _ApiServer(client, listener, None)
+            _say(f"API server 0 is pid {os.getpid()}, {_pids(client)}")
+            _say(f"listening on {address}")
+            return await server.run()
 
 
 # -- several API servers ---------------------------------------------------------------------------
@@ -318,6 +390,8 @@ async def _one_of_several(spec: ClientSpec, family: int, where: Any, pipe: Conne
 
     async with AsyncEngineClient(spec, timeout=READY_SECONDS) as client:
         server = _ApiServer(client, _sharing(family, where), gather)
+        # Not SIGINT: a terminal sends it to the parent too, which passes it on as SIGTERM.
+        loop.add_signal_handler(signal.SIGTERM, server.on_signal, signal.SIGTERM)
         loop.add_reader(pipe.fileno(), on_pipe)
         try:
             processes.ready(_pids(client))
@@ -352,14 +426,15 @@ class _Parent:
         self._ended = asyncio.Event()
         self._monitor: processes.Monitor | None = None
         self._stopping = False
-        self._signals = 0
         self.exitcode = 0
 
-    async def run(self) -> int:
-        """Returns the exit code when all API servers have ended."""
+    async def run(self, told: _Signals) -> int:
+        """Returns 0 or 1 when all API servers have ended."""
+        with told.taken(lambda number: self._stop()):
+            return await self._run()
+
+    async def _run(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal, number)
         try:
             for index in range(self._options.api_servers):
                 self._start(index)
@@ -373,6 +448,9 @@ class _Parent:
             _say(f"parent is pid {os.getpid()}, {pids}, {told[0]}")
             _say(f"listening on {self._address}")
             await self._ended.wait()
+        except ChildDied:
+            if not self._stopping:
+                raise
         finally:
             if self._monitor is not None:
                 await asyncio.to_thread(self._monitor.stop)
@@ -395,12 +473,6 @@ class _Parent:
         asyncio.get_running_loop().add_reader(ours.fileno(), self._on_pipe, index)
 
     # -- ends
-
-    def _on_signal(self, number: int) -> None:
-        self._signals += 1
-        if self._signals == 1 and number == signal.SIGINT:
-            self.exitcode = 130
-        self._stop()
 
     def _stop(self) -> None:
         """API servers get SIGTERM; when all have finished their answers, the engines end."""
