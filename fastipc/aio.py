@@ -16,7 +16,7 @@ from typing import Any
 
 from .errors import Empty, Full
 
-__all__ = ["Waiter", "dequeue", "enqueue"]
+__all__ = ["Waiter", "dequeue", "enqueue", "settle"]
 
 # A thread whose waits were all cancelled goes on for up to this long.
 SLICE = 0.1
@@ -84,14 +84,24 @@ class Waiter:
             self._wanted.clear()
         for loop, future in waiting:
             try:
-                loop.call_soon_threadsafe(_set, future)
+                loop.call_soon_threadsafe(settle, future, None)
             except RuntimeError:
                 pass  # that loop was closed
 
 
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None = None) -> None:
+    """Gives the future its outcome, unless nobody waits for it any more.
+
+    Asking it first would not do: Ctrl-C makes asyncio cancel the main task, and what it waits for,
+    from the signal's handler, which may run between the question and the deed.
+    """
+    try:
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+    except asyncio.InvalidStateError:
+        pass
 
 
 def _deadline(timeout: float | None) -> float:

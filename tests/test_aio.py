@@ -200,6 +200,33 @@ def test_shutdown_ends_a_wait(where: dict[str, Any]) -> None:
         asyncio.run(run(reader))
 
 
+def test_a_wait_that_is_cancelled_while_it_is_ended(where: dict[str, Any]) -> None:
+    """Ctrl-C: asyncio cancels the main task in the signal's handler, which runs where it likes."""
+
+    class CancelledJustNow(asyncio.Future):  # type: ignore[type-arg]
+        def set_result(self, result: Any) -> None:
+            self.cancel()
+            super().set_result(result)
+
+    async def run(writer: MessageQueue, reader: MessageQueue) -> None:
+        loop = asyncio.get_running_loop()
+        complaints: list[Any] = []
+        loop.set_exception_handler(lambda loop, context: complaints.append(context))
+        usual = loop.create_future
+        loop.create_future = lambda: CancelledJustNow(loop=loop)  # type: ignore[method-assign]
+        call = asyncio.create_task(reader.dequeue_async())
+        await asyncio.sleep(0)
+        loop.create_future = usual  # type: ignore[method-assign]
+        writer.enqueue("a")
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert await reader.dequeue_async() == "a"
+        assert complaints == []
+
+    with Pair(where) as (writer, reader):
+        asyncio.run(run(writer, reader))
+
+
 def test_the_thread_ends_when_nobody_waits(where: dict[str, Any]) -> None:
     async def run(reader: MessageQueue) -> None:
         for _ in range(20):

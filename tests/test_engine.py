@@ -823,6 +823,45 @@ def test_cancelled_tasks_abort_their_requests():
     run(main())
 
 
+class CancelledJustNow(asyncio.Future):
+    """Ctrl-C: asyncio cancels the main task in the signal's handler, which runs where it likes."""
+
+    def set_result(self, result):
+        self.cancel()
+        super().set_result(result)
+
+
+def test_a_wait_that_is_cancelled_while_it_is_ended_costs_the_others_nothing():
+    async def main():
+        loop = asyncio.get_running_loop()
+        complaints = []
+        loop.set_exception_handler(lambda loop, context: complaints.append(context))
+        async with AsyncEngineClient.launch(
+            CountingCore, {"step_seconds": 0.001}, timeout=60
+        ) as client:
+            streams = [client.add_request(Request(f"{i}", 50)) for i in range(4)]
+            usual = loop.create_future
+            loop.create_future = lambda: CancelledJustNow(loop=loop)
+            interrupted = asyncio.create_task(streams[0].get())
+            await asyncio.sleep(0)
+            loop.create_future = usual
+            with pytest.raises(asyncio.CancelledError):
+                await interrupted
+            for stream in streams:
+                assert [output.token async for output in stream] == list(range(1, 51))
+
+            loop.create_future = lambda: CancelledJustNow(loop=loop)
+            call = asyncio.create_task(client.call("state"))
+            await asyncio.sleep(0)
+            loop.create_future = usual
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            assert await client.call("state") is not None
+        assert complaints == []
+
+    run(main())
+
+
 def test_a_cancelled_get_has_taken_nothing():
     async def main():
         async with AsyncEngineClient.launch(

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from ..aio import settle
 from ..errors import Closed, Empty, EngineDeadError, IPCError, NotReady
 from ..sockets import PendingSend
 from .client import MAX_BUFFERED, TICK_SECONDS
@@ -64,8 +65,8 @@ class AsyncOutputStream(Generic[OutputT]):
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if waiter is not None:
+            settle(waiter, None)
 
     # -- for the user ------------------------------------------------------------------------------
 
@@ -406,11 +407,6 @@ class AsyncEngineClient:
 
 def _finisher(future: asyncio.Future[Any]) -> Any:
     def finish(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return  # nobody waits any more
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+        settle(future, result, error)
 
     return finish
