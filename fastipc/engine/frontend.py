@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -132,6 +133,9 @@ class EngineState:
         self.load = 0
         self.since_load = 0
         self.report: dict[str, Any] | None = None
+        # Processes that were this engine: what tells of their ends may come before their last
+        # messages, or after the first of the next one.
+        self.ended: deque[int] = deque(maxlen=4)
 
     def __repr__(self) -> str:
         state = "alive" if self.alive else self.reason or "not ready yet"
@@ -515,7 +519,7 @@ class FrontEndCore:
             try:
                 if frames[0] == ENGINE_CORE_DEAD:
                     dead = msgspec.msgpack.decode(frames[1].buffer, type=Dead)
-                    self._last_words(dead.engine, dead.reason)
+                    self._last_words(dead)
                 else:
                     self._take(frames)
             except (DecodeError, msgspec.MsgspecError, IndexError) as error:
@@ -634,6 +638,8 @@ class FrontEndCore:
 
     def _take_ready(self, ready: Ready) -> None:
         engine = self.engines.setdefault(ready.engine, EngineState(ready.engine))
+        if ready.pid in engine.ended:
+            return
         if ready.protocol != PROTOCOL:
             engine.reason = f"it speaks version {ready.protocol}, this front end {PROTOCOL}"
             engine.final = True
@@ -641,7 +647,7 @@ class FrontEndCore:
             return
         restarted = engine.pid is not None and (engine.pid, engine.host) != (ready.pid, ready.host)
         if restarted:
-            # Another process: its epochs begin again.
+            # Another process, with epochs of its own.
             engine.reason = engine.reason or "it ended, and another was started in its place"
             self._fail_engine(engine)
             engine.epoch = engine.number = 0
@@ -711,6 +717,9 @@ class FrontEndCore:
             elif isinstance(message, Exited):
                 self._pump_outputs()  # what it said before its end counts
                 engine = self.engines.setdefault(message.engine, EngineState(message.engine))
+                engine.ended.append(message.pid)
+                if engine.alive and engine.pid != message.pid:
+                    continue  # another has been started in its place, and is ready
                 engine.final = message.final
                 self._engine_ended(message.engine, message.reason, message.exitcode)
             elif isinstance(message, Ended):
@@ -721,12 +730,12 @@ class FrontEndCore:
             self.on_change()
         return True
 
-    def _last_words(self, index: int, reason: str) -> None:
+    def _last_words(self, dead: Dead) -> None:
         """An engine says that it ends. With what exit code, its parent is about to say."""
-        engine = self.engines.get(index)
-        if engine is not None and engine.alive:
+        engine = self.engines.get(dead.engine)
+        if engine is not None and engine.alive and engine.pid == dead.pid:
             engine.alive = False
-            engine.reason = reason
+            engine.reason = dead.reason
             engine.ends_at = time.monotonic() + EXIT_SECONDS
             self.on_change()
 

@@ -400,7 +400,7 @@ class EngineGroup:
             except Exception as error:  # what the core raised while it was made
                 how = f"{how}: {type(error).__name__}: {error}"
         again = self._restart and self._may_restart(index)
-        exited = Exited(index, how, child.exitcode, final=not again)
+        exited = Exited(index, how, child.exitcode, final=not again, pid=child.pid)
         with self._lock:
             self._exits[index] = exited
         self._tell(("exited", exited))

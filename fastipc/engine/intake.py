@@ -294,7 +294,8 @@ class Intake(threading.Thread):
         index = peer.where.index
         if peer.epoch:
             self._inbox.put(("gone", index, None))
-        peer.epoch += 1
+        # Above those of an engine that was this one before it: milliseconds pass between starts.
+        peer.epoch = peer.epoch + 1 if peer.epoch else time.time_ns() // 1_000_000
         self._outbox.epoch(index, peer.epoch)
         ready = Ready(
             PROTOCOL,

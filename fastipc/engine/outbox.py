@@ -8,6 +8,7 @@ sockets may change hands, but not be used by two threads at a time.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import traceback
@@ -230,7 +231,8 @@ class Outbox(threading.Thread):
             if self._reports is not None:
                 self._send(self._reports, [msgspec.msgpack.encode(item)])
         elif what == "dead":
-            message = [ENGINE_CORE_DEAD, msgspec.msgpack.encode(Dead(self._engine, item))]
+            dead = Dead(self._engine, item, os.getpid())
+            message = [ENGINE_CORE_DEAD, msgspec.msgpack.encode(dead)]
             for peer in self._peers.values():
                 self._send(peer.socket, message)
         else:  # pragma: no cover

@@ -12,9 +12,10 @@ Four channels, all ZMQ, all msgpack by `fastipc.codec` (so a peer can't make any
 - loads and waves, with several engines: see coordinator.py.
 
 A connection that is made again is not a delivery: what was under way on the old one may be lost.
-So each has an epoch, which the engine counts and `Ready` tells. The engine drops the requests of a
-front end whose connection was lost; the front end fails what it had sent in an earlier epoch. A
-second request with the same id is ignored, and an abort may come twice.
+So each has an epoch, which the engine counts and `Ready` tells; an engine that is started again
+begins above its predecessor's, whose outputs may still be on the way. The engine drops the requests
+of a front end whose connection was lost; the front end fails what it had sent in an earlier epoch.
+A second request with the same id is ignored, and an abort may come twice.
 
 Bounded memory: outputs are numbered in an epoch, and the front end says up to which it has taken
 them (`Credit`). An engine never has more than a window of bytes on the way to one front end.
@@ -30,7 +31,7 @@ import msgspec
 from ..codec import UtilityResult
 from ..errors import HandleMismatch
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Changes whenever a message changes its meaning."""
 
 # The type frame of what goes to an engine.
@@ -165,10 +166,11 @@ class Outputs(msgspec.Struct, Generic[OutputT], array_like=True, omit_defaults=T
 
 
 class Dead(msgspec.Struct, array_like=True):
-    """ENGINE_CORE_DEAD: the engine's last word."""
+    """ENGINE_CORE_DEAD: the last word of the engine that process `pid` is."""
 
     engine: int
     reason: str
+    pid: int
 
 
 # -- control ---------------------------------------------------------------------------------------
@@ -211,12 +213,13 @@ class Welcome(msgspec.Struct, tag="welcome"):
 
 
 class Exited(msgspec.Struct, tag="exited"):
-    """An engine ended, and won't be started again if `final`."""
+    """An engine, which was process `pid`, ended, and won't be started again if `final`."""
 
     engine: int
     reason: str
     exitcode: int | None
     final: bool
+    pid: int
 
 
 class Joined(msgspec.Struct, tag="joined"):

@@ -1,0 +1,69 @@
+"""Engines, groups and front ends that end, or are replaced, at an awkward moment."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+import zmq
+from engine_cores import CountingCore, Request
+from support import eventually
+
+from fastipc import EngineDeadError, sockets
+from fastipc.engine import AsyncEngineClient
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_socket_directory_is_left():
+    """The directory of this process's ipc sockets goes when it ends: here with the module."""
+    sockets.get_open_zmq_ipc_path()
+    yield
+    sockets._directory.remove()
+
+
+def tokens(outputs):
+    return [output.token for output in outputs]
+
+
+def told(client):
+    """Whether whoever launched the engines has said something that was not taken yet."""
+    return client._opened._control.get(zmq.EVENTS) & zmq.POLLIN
+
+
+# -- an engine that is started again ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_the_end_of_an_engine_is_told_after_the_next_one_is_ready(killed):
+    """A front end that was busy meanwhile sees the new one first; the old one's last words and
+    outputs, and the news of its end, are not the new one's."""
+
+    async def main():
+        config = {} if killed else {"fail_step_at": 3}
+        async with AsyncEngineClient.launch(
+            CountingCore, config, restart=True, timeout=60
+        ) as client:
+            stream = client.add_request(Request("a", 2 if killed else 10))
+            group = client.group
+            pid = group.processes[0].pid
+            # The loop has no turn until all of this has happened.
+            if killed:
+                os.kill(pid, signal.SIGKILL)
+            eventually(lambda: group.processes[0].pid != pid)
+            group.wait_until_ready(60)
+            eventually(lambda: client._opened.has_news() and told(client))
+            client._pump()
+            engine = client.engines[0]
+            assert (engine.alive, engine.pid) == (True, group.processes[0].pid)
+            with pytest.raises(EngineDeadError, match=str(pid)):
+                async for _ in stream:
+                    pass
+            await client.wait_until_ready(60)
+            assert engine.pid == group.processes[0].pid != pid
+            assert [o.token async for o in client.generate(Request("next", 2))] == [1, 2]
+
+    asyncio.run(main())
