@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
+from contextlib import contextmanager
 
 import pytest
 import zmq
@@ -12,7 +14,7 @@ from engine_cores import CountingCore, Request
 from support import eventually
 
 from fastipc import EngineDeadError, sockets
-from fastipc.engine import AsyncEngineClient
+from fastipc.engine import AsyncEngineClient, EngineClient, launch
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -32,6 +34,19 @@ def tokens(outputs):
 def told(client):
     """Whether whoever launched the engines has said something that was not taken yet."""
     return client._opened._control.get(zmq.EVENTS) & zmq.POLLIN
+
+
+@contextmanager
+def stopped(pid):
+    """That process does nothing, and hears nothing but SIGKILL."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        try:
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            pass
 
 
 # -- an engine that is started again ---------------------------------------------------------------
@@ -67,3 +82,19 @@ def test_the_end_of_an_engine_is_told_after_the_next_one_is_ready(killed):
             assert [o.token async for o in client.generate(Request("next", 2))] == [1, 2]
 
     asyncio.run(main())
+
+
+# -- the end of a group ----------------------------------------------------------------------------
+
+
+def test_a_front_end_that_comes_while_the_group_ends_is_told_so():
+    with launch(CountingCore, clients=2) as group:
+        with EngineClient(group.clients[0], timeout=60) as client:
+            with stopped(client.engines[0].pid):
+                ending = threading.Thread(target=group.shutdown, args=(80.0,))
+                ending.start()
+                eventually(lambda: not client.engines[0].alive)
+                with pytest.raises(EngineDeadError, match="whoever launched it has ended it"):
+                    EngineClient(group.clients[1], timeout=30)
+                assert ending.is_alive()
+            ending.join()

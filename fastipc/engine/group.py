@@ -474,6 +474,9 @@ class EngineGroup:
                     return
                 front_ends[index] = (who, hello.front_end)
                 send(who, welcome())
+                if ending:
+                    send(who, Ended())
+                    return
                 with self._lock:
                     exits = list(self._exits.values())
                 for exited in exits:
