@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import threading
@@ -15,6 +16,7 @@ from support import eventually
 
 from fastipc import EngineDeadError, sockets
 from fastipc.engine import AsyncEngineClient, EngineClient, launch
+from fastipc.engine import group as engine_group
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -82,6 +84,21 @@ def test_the_end_of_an_engine_is_told_after_the_next_one_is_ready(killed):
             assert [o.token async for o in client.generate(Request("next", 2))] == [1, 2]
 
     asyncio.run(main())
+
+
+def test_an_engine_that_cannot_be_started_again_is_given_up(monkeypatch):
+    with EngineClient.launch(CountingCore, restart=True, timeout=60) as client:
+
+        def fail(*args, **kwargs):
+            raise OSError(errno.EAGAIN, "no more processes")
+
+        monkeypatch.setattr(engine_group.children, "start", fail)
+        os.kill(client.group.processes[0].pid, signal.SIGKILL)
+        eventually(lambda: not client.engines[0].alive)
+        with pytest.raises(EngineDeadError, match=r"SIGKILL, and can't be .* no more processes"):
+            client.wait_until_ready(30)
+        assert client.engines[0].final
+        assert client.engines[0].exitcode == -signal.SIGKILL
 
 
 # -- the end of a group ----------------------------------------------------------------------------

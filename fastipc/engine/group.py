@@ -410,15 +410,27 @@ class EngineGroup:
             except Exception:
                 logger.exception("on_failure failed")
         if again:
-            children.stop([child], graceful=0.0)
+            self._start_again(index, exited)
+
+    def _start_again(self, index: int, exited: Exited) -> None:
+        children.stop([self._children[index]], graceful=0.0)
+        try:
             with self._lock:
                 if self._closed:
                     return
                 self._start(index)
                 assert self._monitor is not None
                 self._monitor.add(self._children[index])
-            logger.warning("engine %d is started again", index)
-            self._tell(("joined", Joined(index)))
+        except Exception as error:  # no process, no memory: now is not the time to wait for some
+            how = f"{exited.reason}, and can't be started again: {type(error).__name__}: {error}"
+            logger.error("engine %d %s", index, how)
+            exited = Exited(index, how, exited.exitcode, final=True, pid=exited.pid)
+            with self._lock:
+                self._exits[index] = exited
+            self._tell(("exited", exited))
+            return
+        logger.warning("engine %d is started again", index)
+        self._tell(("joined", Joined(index)))
 
     def _may_restart(self, index: int) -> bool:
         now = time.monotonic()
