@@ -14,6 +14,7 @@ import zmq
 from engine_cores import CountingCore, Request
 from support import eventually
 
+import fastipc
 from fastipc import EngineDeadError, sockets
 from fastipc.engine import AsyncEngineClient, EngineClient, launch
 from fastipc.engine import group as engine_group
@@ -115,3 +116,26 @@ def test_a_front_end_that_comes_while_the_group_ends_is_told_so():
                     EngineClient(group.clients[1], timeout=30)
                 assert ending.is_alive()
             ending.join()
+
+
+def test_an_interrupted_shutdown_can_be_repeated():
+    with launch(CountingCore) as group, EngineClient(group.clients[0], timeout=60) as client:
+        child = group.processes[0]
+
+        def interrupt():
+            eventually(lambda: not client.engines[0].alive)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        with stopped(child.pid):
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                group.shutdown(timeout=80)
+            thread.join()
+            assert child.is_alive()
+            with pytest.raises(fastipc.Closed, match="shut down"):
+                group.add_engine()
+            group.shutdown(timeout=0)
+            assert not child.is_alive()
+            assert not group._thread.is_alive()
+        group.shutdown()

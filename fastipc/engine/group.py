@@ -176,8 +176,11 @@ class EngineGroup:
         self._restarts: dict[int, list[float]] = {}
         self._exits: dict[int, Exited] = {}
         self._heard: set[int] = set()
+        # No new calls; then: nothing is left to end. (What is interrupted between can be called
+        # again.)
         self._closing = False
         self._closed = False
+        self._ending = threading.RLock()
         self._pid = os.getpid()
         self._coordinator_address: CoordinatorAddress | None = None
         self._ctx: zmq.Context[Any] = zmq.Context()
@@ -315,13 +318,20 @@ class EngineGroup:
 
     def shutdown(self, timeout: float = 10.0) -> None:
         """End the engines: they are told, and have ``timeout`` seconds; then SIGTERM, then SIGKILL.
-        Requests under way fail with EngineDeadError. Idempotent."""
-        if os.getpid() != self._pid:
+        Requests under way fail with EngineDeadError. Idempotent; a call that was interrupted can be
+        repeated. While one runs, one of another thread returns at once."""
+        if os.getpid() != self._pid or not self._ending.acquire(blocking=False):
             return
+        try:
+            if not self._closed:
+                self._shut_down(timeout)
+                self._closed = True
+        finally:
+            self._ending.release()
+
+    def _shut_down(self, timeout: float) -> None:
         with self._lock:
-            if self._closed:
-                return
-            self._closing = self._closed = True
+            self._closing = True
         if self._monitor is not None:
             self._monitor.stop()
         for child in self._all_children():
@@ -367,7 +377,7 @@ class EngineGroup:
                 "these engines are of the process that launched them: give this one an element of "
                 "`clients`"
             )
-        if self._closed:
+        if self._closing:
             raise Closed("the engines were shut down")
 
     # -- the thread that owns the control socket ---------------------------------------------------
@@ -416,7 +426,7 @@ class EngineGroup:
         children.stop([self._children[index]], graceful=0.0)
         try:
             with self._lock:
-                if self._closed:
+                if self._closing:
                     return
                 self._start(index)
                 assert self._monitor is not None
