@@ -17,6 +17,7 @@ from support import eventually
 import fastipc
 from fastipc import EngineDeadError, sockets
 from fastipc.engine import AsyncEngineClient, EngineClient, launch
+from fastipc.engine import aio as engine_aio
 from fastipc.engine import group as engine_group
 
 pytestmark = pytest.mark.timeout(90)
@@ -139,3 +140,80 @@ def test_an_interrupted_shutdown_can_be_repeated():
             assert not child.is_alive()
             assert not group._thread.is_alive()
         group.shutdown()
+
+
+# -- opening and closing in an event loop ----------------------------------------------------------
+
+
+class Launches:
+    """In place of ``launch``: waits to be let go, and keeps the groups."""
+
+    def __init__(self):
+        self.begun = threading.Event()
+        self.go = threading.Event()
+        self.groups = []
+
+    def __call__(self, *args, **kwargs):
+        self.begun.set()
+        assert self.go.wait(60)
+        self.groups.append(launch(*args, **kwargs))
+        return self.groups[0]
+
+    def all_ended(self):
+        return self.groups and not any(
+            child.is_alive() for child in self.groups[0].processes.values()
+        )
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_opening_that_is_cancelled_ends_what_it_has_launched(monkeypatch, launched):
+    launches = Launches()
+    monkeypatch.setattr(engine_aio, "launch", launches)
+
+    async def main():
+        client = AsyncEngineClient.launch(CountingCore)
+        task = asyncio.create_task(client.open())
+        await asyncio.to_thread(launches.begun.wait)
+        if launched:
+            launches.go.set()
+            eventually(lambda: launches.groups)  # of which the loop knows nothing yet
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        launches.go.set()
+        await client.close()
+        await asyncio.to_thread(eventually, launches.all_ended)
+
+    asyncio.run(main())
+    eventually(lambda: launches.groups[0]._closed)
+
+
+def test_closing_while_the_engines_are_launched_ends_them(monkeypatch):
+    launches = Launches()
+    monkeypatch.setattr(engine_aio, "launch", launches)
+
+    async def main():
+        client = AsyncEngineClient.launch(CountingCore)
+        task = asyncio.create_task(client.open())
+        await asyncio.to_thread(launches.begun.wait)
+        await client.close()
+        launches.go.set()
+        with pytest.raises(fastipc.Closed, match="closed while it was opened"):
+            await task
+        assert launches.all_ended()
+
+    asyncio.run(main())
+
+
+def test_closing_ends_the_wait_for_the_engines():
+    async def main():
+        with launch(CountingCore, external=1) as group:
+            client = AsyncEngineClient(group.clients[0])
+            opening = asyncio.create_task(client.open())
+            while client._opened is None or not client._opened.welcome:
+                await asyncio.sleep(0.01)
+            await client.close()
+            with pytest.raises(fastipc.Closed):
+                await asyncio.wait_for(opening, 30)
+
+    asyncio.run(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import threading
 import time
 import warnings
 from collections import deque
@@ -116,6 +117,35 @@ class AsyncOutputStream(Generic[OutputT]):
         self.abort()
 
 
+class _Launching:
+    """``launch`` in a thread, whose caller may give up waiting for it. Then nobody else would end
+    the engines."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self._arguments = arguments
+        self._lock = threading.Lock()
+        self._abandoned = False
+        self._group: EngineGroup | None = None
+
+    def run(self) -> EngineGroup:
+        arguments = dict(self._arguments)
+        group = launch(arguments.pop("core_class"), arguments.pop("config"), **arguments)
+        with self._lock:
+            self._group = group
+            abandoned = self._abandoned
+        if abandoned:
+            group.shutdown(timeout=0.0)
+        return group
+
+    def abandon(self) -> None:
+        with self._lock:
+            self._abandoned = True
+            group = self._group
+        if group is not None:
+            # Not in the loop, which it would hold up; not a daemon, as engines must end.
+            threading.Thread(target=group.shutdown, args=(0.0,), name="fastipc-abandoned").start()
+
+
 class AsyncEngineClient:
     """A front end for one event loop: EngineClient's arguments, methods and errors.
 
@@ -184,11 +214,14 @@ class AsyncEngineClient:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         if self._launch is not None:
-            arguments = dict(self._launch)
-            # In a thread: starting processes takes a while, and the loop has others to serve.
-            self._group = await asyncio.to_thread(
-                launch, arguments.pop("core_class"), arguments.pop("config"), **arguments
-            )
+            launching = _Launching(self._launch)
+            try:
+                # In a thread: starting processes takes a while, and the loop has others to serve.
+                self._group = await asyncio.to_thread(launching.run)
+            except asyncio.CancelledError:
+                launching.abandon()
+                raise
+            await self._unless_closed(self._group)
             self._spec = self._group.clients[0]
         assert self._spec is not None
         try:
@@ -209,6 +242,11 @@ class AsyncEngineClient:
             finally:
                 await self.close()
 
+    async def _unless_closed(self, group: EngineGroup) -> None:
+        if self._closed:  # while the engines were started, by another task
+            await asyncio.to_thread(group.shutdown, 0.0)
+            raise Closed("the engine client was closed while it was opened")
+
     async def close(self) -> None:
         """Abort what is under way, and end the engines if this client launched them. Idempotent."""
         if os.getpid() != self._pid or self._closed:
@@ -221,6 +259,8 @@ class AsyncEngineClient:
         self._fds.clear()
         if self._opened is not None:
             self._opened.close()
+        if self._changed is not None:
+            self._changed.set()  # who waits until the engines are ready waits no more
         if self._group is not None:
             await asyncio.to_thread(self._group.shutdown)
 
