@@ -53,6 +53,27 @@ def stopped(pid):
             pass
 
 
+@pytest.fixture
+def start_engine(start_child):
+    """Runs an engine of the group that somebody else launches."""
+
+    def start(group, index, core="CountingCore"):
+        return start_child(
+            f"""
+            import sys
+            from engine_cores import {core}
+            from fastipc.engine.process import run_engine
+
+            run_engine({core}, index=int(sys.argv[1]), control=sys.argv[2])
+            """,
+            index,
+            group.control[0],
+            env={"PYTHONPATH": os.path.dirname(__file__)},
+        )
+
+    return start
+
+
 # -- an engine that is started again ---------------------------------------------------------------
 
 
@@ -101,6 +122,25 @@ def test_an_engine_that_cannot_be_started_again_is_given_up(monkeypatch):
             client.wait_until_ready(30)
         assert client.engines[0].final
         assert client.engines[0].exitcode == -signal.SIGKILL
+
+
+# -- engines that others launch --------------------------------------------------------------------
+
+
+def test_an_engine_takes_the_place_of_one_whose_connection_stands(start_engine):
+    with launch(CountingCore, external=1) as group:
+        first = start_engine(group, 0)
+        with EngineClient(group.clients[0], timeout=60) as client:
+            assert client.engines[0].pid == first.pid
+            with stopped(first.pid):
+                second = start_engine(group, 0)
+                eventually(lambda: client.engines[0].pid == second.pid)
+                assert tokens(client.generate(Request("a", 2))) == [1, 2]
+                first.send_signal(signal.SIGKILL)
+                first.wait()
+            assert tokens(client.generate(Request("b", 2))) == [1, 2]
+        group.shutdown()
+        second.check()  # it was told
 
 
 # -- the end of a group ----------------------------------------------------------------------------

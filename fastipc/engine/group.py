@@ -239,7 +239,11 @@ class EngineGroup:
                     socket.curve_secretkey = secret
 
         path = endpoint_of_any_port(self._host) if host else get_open_zmq_ipc_path()
-        self._control = make_zmq_socket(self._ctx, path, zmq.ROUTER, True, configure=configure)
+        # An engine that takes another's place may come while the kernel still holds on to the old
+        # one's connection, or a fork of it does.
+        self._control = make_zmq_socket(
+            self._ctx, path, zmq.ROUTER, True, configure=configure, router_handover=True
+        )
         self._control_path = self._control.getsockopt_string(zmq.LAST_ENDPOINT)
         if host:
             port = addresses.split_endpoint(self._control_path)[1]
