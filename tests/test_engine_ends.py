@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 import zmq
-from engine_cores import CountingCore, Request
+from engine_cores import CountingCore, LockstepCore, Request
 from support import eventually
 
 import fastipc
@@ -180,6 +180,27 @@ def test_an_interrupted_shutdown_can_be_repeated():
             assert not child.is_alive()
             assert not group._thread.is_alive()
         group.shutdown()
+
+
+# -- the end of the coordinator --------------------------------------------------------------------
+
+
+def test_engines_in_lockstep_end_with_their_coordinator_and_say_so():
+    with EngineClient.launch(LockstepCore, engines=2, restart=True, timeout=60) as client:
+        before = client.group.processes
+        client.group.coordinator.kill()
+        eventually(lambda: all(e.exitcode is not None for e in client.engines.values()))
+        for engine in client.engines.values():
+            assert engine.final
+            assert "engine coordinator" in engine.reason
+            assert engine.exitcode == 0
+        with pytest.raises(EngineDeadError, match=r"engine coordinator .* was killed by SIGKILL"):
+            client.add_request(Request("a"))
+        # None was started in place of another.
+        assert client.group.processes == before
+        spec = client.group.clients[0]
+        with pytest.raises(EngineDeadError, match=r"engine coordinator .* was killed by SIGKILL"):
+            EngineClient(spec, timeout=30)
 
 
 # -- opening and closing in an event loop ----------------------------------------------------------

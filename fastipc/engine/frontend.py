@@ -723,10 +723,11 @@ class FrontEndCore:
                 engine.final = message.final
                 self._engine_ended(message.engine, message.reason, message.exitcode)
             elif isinstance(message, Ended):
+                reason = message.reason or "whoever launched it has ended it"
                 for engine in self.engines.values():
                     engine.final = True
                     if engine.alive or engine.ends_at is not None or not engine.reason:
-                        self._engine_ended(engine.index, "whoever launched it has ended it", None)
+                        self._engine_ended(engine.index, reason, None)
             self.on_change()
         return True
 

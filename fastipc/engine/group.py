@@ -181,6 +181,7 @@ class EngineGroup:
         self._closing = False
         self._closed = False
         self._ending = threading.RLock()
+        self._end_reason = ""
         self._pid = os.getpid()
         self._coordinator_address: CoordinatorAddress | None = None
         self._ctx: zmq.Context[Any] = zmq.Context()
@@ -397,6 +398,7 @@ class EngineGroup:
             reason = f"the engine coordinator (pid {child.pid}) {child.describe_exit()}"
             if self._core_class.lockstep:
                 logger.error("%s: the engines can't step together without it, and end", reason)
+                self._end_reason = reason
                 self._tell(("end", reason))
             else:
                 logger.error("%s: front ends choose engines by their own counts", reason)
@@ -413,7 +415,9 @@ class EngineGroup:
                 pass
             except Exception as error:  # what the core raised while it was made
                 how = f"{how}: {type(error).__name__}: {error}"
-        again = self._restart and self._may_restart(index)
+        if self._end_reason:
+            how = f"{how}, as {self._end_reason}"
+        again = self._restart and not self._end_reason and self._may_restart(index)
         exited = Exited(index, how, child.exitcode, final=not again, pid=child.pid)
         with self._lock:
             self._exits[index] = exited
@@ -459,7 +463,7 @@ class EngineGroup:
         engines: dict[bytes, int] = {}
         front_ends: dict[int, tuple[bytes, FrontEnd]] = {}
         others: set[bytes] = set()
-        ending = False
+        ending: Ended | None = None
         poller = zmq.Poller()
         poller.register(self._control, zmq.POLLIN)
         poller.register(self._words.fd, zmq.POLLIN)
@@ -491,7 +495,7 @@ class EngineGroup:
             elif hello.engine is not None:
                 engines[who] = hello.engine
                 self._heard.add(hello.pid)
-                send(who, Ended() if ending else welcome())
+                send(who, ending or welcome())
             elif hello.front_end is not None:
                 index = hello.front_end.index
                 if not 0 <= index < len(self.clients):
@@ -500,8 +504,8 @@ class EngineGroup:
                     return
                 front_ends[index] = (who, hello.front_end)
                 send(who, welcome())
-                if ending:
-                    send(who, Ended())
+                if ending is not None:
+                    send(who, ending)
                     return
                 with self._lock:
                     exits = list(self._exits.values())
@@ -512,8 +516,8 @@ class EngineGroup:
                     send(engine, welcome())
             else:
                 others.add(who)
-                if ending:
-                    send(who, Ended())
+                if ending is not None:
+                    send(who, ending)
 
         while True:
             ready = dict(poller.poll())
@@ -522,8 +526,8 @@ class EngineGroup:
                     if what == "stop":
                         return
                     if what == "end":
-                        ending = True
-                        send_all(Ended())
+                        ending = Ended(item or "")
+                        send_all(ending)
                     elif what == "coordinator":
                         for to in [*engines, *(who for who, _ in front_ends.values())]:
                             send(to, welcome())

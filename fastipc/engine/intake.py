@@ -229,7 +229,7 @@ class Intake(threading.Thread):
                 if message.coordinator is not None and self._coordinator is None:
                     self._join_waves(message.coordinator)
             elif isinstance(message, Ended):
-                self._inbox.put(("stop", 0, ""))
+                self._inbox.put(("stop", 0, message.reason))
 
     # -- front ends --------------------------------------------------------------------------------
 

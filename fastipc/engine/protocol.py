@@ -229,7 +229,10 @@ class Joined(msgspec.Struct, tag="joined"):
 
 
 class Ended(msgspec.Struct, tag="ended"):
-    """Who launched the engines ends them, and this group."""
+    """Who launched the engines ends them, and this group. `reason` says why, if not because it was
+    told to."""
+
+    reason: str = ""
 
 
 Control = Hello | Welcome | Exited | Joined | Ended
