@@ -143,6 +143,26 @@ def test_an_engine_takes_the_place_of_one_whose_connection_stands(start_engine):
         second.check()  # it was told
 
 
+def test_a_wave_ends_without_an_engine_that_others_launched_and_that_died(start_engine):
+    with launch(LockstepCore, engines=2, external=1) as group:
+        for _ in range(2):
+            child = start_engine(group, 1, "LockstepCore")
+            with EngineClient(group.clients[0], timeout=60) as client:
+                stream = client.add_request(Request("endless", 1 << 40), engine=1)
+                stream.get(30)
+                eventually(lambda: client._core.stepping)
+                child.send_signal(signal.SIGKILL)
+                child.wait()
+
+                def dummy_steps():
+                    return client.call("state", engine=0)["dummy_steps"]
+
+                # Nobody else has work, and so all rest.
+                eventually(lambda: not client._core.stepping)
+                eventually(lambda: dummy_steps() == dummy_steps())
+                assert len(list(client.generate(Request("a", 20), engine=0))) == 20
+
+
 # -- the end of a group ----------------------------------------------------------------------------
 
 

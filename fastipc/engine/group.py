@@ -56,6 +56,10 @@ logger = logging.getLogger("fastipc")
 RESTARTS = 5
 """An engine that ends more often than this in a minute is not started again."""
 
+PROBE_SECONDS = 1.0
+"""How often it is asked whether engines that others launched are there, where the rest would wait
+for them: seldom enough to cost nothing."""
+
 
 def _engine_main(
     core_class: type[EngineCore], config: Any, index: int, control: str, key: str, window: int
@@ -463,6 +467,7 @@ class EngineGroup:
         engines: dict[bytes, int] = {}
         front_ends: dict[int, tuple[bytes, FrontEnd]] = {}
         others: set[bytes] = set()
+        unconnected: set[bytes] = set()
         ending: Ended | None = None
         poller = zmq.Poller()
         poller.register(self._control, zmq.POLLIN)
@@ -494,6 +499,7 @@ class EngineGroup:
                 send(who, Welcome([], [], None, refused=text))
             elif hello.engine is not None:
                 engines[who] = hello.engine
+                unconnected.discard(who)
                 self._heard.add(hello.pid)
                 send(who, ending or welcome())
             elif hello.front_end is not None:
@@ -519,8 +525,31 @@ class EngineGroup:
                 if ending is not None:
                     send(who, ending)
 
+        def probe() -> None:
+            for who, index in engines.items():
+                if index not in self._external:
+                    continue
+                try:  # (an engine that knows all this does nothing)
+                    self._control.send_multipart([who, encode_control(welcome())], zmq.NOBLOCK)
+                except zmq.ZMQError as error:
+                    if error.errno != zmq.EHOSTUNREACH or who in unconnected:
+                        continue
+                    unconnected.add(who)
+                    how = "is not connected any more"
+                    logger.warning("engine %d %s", index, how)
+                    # Front ends see for themselves; and it may come back.
+                    for other in list(others):
+                        send(other, Exited(index, how, None, final=False, pid=0))
+                else:
+                    unconnected.discard(who)
+
+        every = PROBE_SECONDS if self._external and self._core_class.lockstep else None
+        probed = time.monotonic()
         while True:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(None if every is None else round(every * 1000)))
+            if every is not None and time.monotonic() - probed >= every:
+                probed = time.monotonic()
+                probe()
             if self._words.fd in ready:
                 for what, item in self._words.take():
                     if what == "stop":
