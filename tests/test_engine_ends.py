@@ -202,6 +202,25 @@ def test_an_interrupted_shutdown_can_be_repeated():
         group.shutdown()
 
 
+def test_no_engine_is_added_to_a_group_that_ends_at_that_moment():
+    with launch(CountingCore) as group:
+        lock = group._lock
+
+        class Lock:
+            def __enter__(self):
+                group._lock = lock
+                group.shutdown()
+                lock.acquire()
+
+            def __exit__(self, *_):
+                lock.release()
+
+        group._lock = Lock()
+        with pytest.raises(fastipc.Closed, match="shut down"):
+            group.add_engine()
+        assert list(group.processes) == [0]
+
+
 # -- the end of the coordinator --------------------------------------------------------------------
 
 

@@ -299,8 +299,8 @@ class EngineGroup:
     def add_engine(self) -> int:
         """Start one more engine, and return its index at once. Front ends send to it as soon as it
         is ready."""
-        self._check_open()
         with self._lock:
+            self._check_open()
             assert self._monitor is not None
             if self.coordinator is None:
                 coordinator = self._start_coordinator()
