@@ -242,6 +242,21 @@ def test_engines_in_lockstep_end_with_their_coordinator_and_say_so():
             EngineClient(spec, timeout=30)
 
 
+def test_loads_that_the_coordinator_told_before_its_end_count_no_more():
+    with (
+        launch(CountingCore, {"step_seconds": 0.005}, engines=2, clients=2) as group,
+        EngineClient(group.clients[0], timeout=60) as one,
+    ):
+        with EngineClient(group.clients[1], timeout=60) as other:
+            for i in range(8):
+                other.add_request(Request(f"other{i}", 1 << 40), engine=0)
+            eventually(lambda: one.engines[0].load == 8)
+            group.coordinator.kill()
+            eventually(lambda: one.engines[0].load == 0)
+        streams = [one.add_request(Request(f"one{i}", 1 << 40)) for i in range(8)]
+        assert [sum(s.engine == e for s in streams) for e in range(2)] == [4, 4]
+
+
 # -- opening and closing in an event loop ----------------------------------------------------------
 
 

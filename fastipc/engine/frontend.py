@@ -67,6 +67,7 @@ from .protocol import (
     Ready,
     Request,
     StartWave,
+    Uncoordinated,
     Welcome,
     decode_control,
     encode_control,
@@ -237,6 +238,7 @@ class FrontEndCore:
         self._ctx: zmq.Context[Any] = zmq.Context()
         self.sockets: dict[Any, Callable[[], bool]] = {}
         self._loads: Any = None
+        self._uncoordinated = False
         try:
             self._open()
         except BaseException:
@@ -728,6 +730,11 @@ class FrontEndCore:
                     engine.final = True
                     if engine.alive or engine.ends_at is not None or not engine.reason:
                         self._engine_ended(engine.index, reason, None)
+            elif isinstance(message, Uncoordinated):
+                # What it said last would count for ever; some of it may be on the way still.
+                self._uncoordinated = True
+                for engine in self.engines.values():
+                    engine.load = engine.since_load = 0
             self.on_change()
         return True
 
@@ -814,6 +821,8 @@ class FrontEndCore:
                     return False
                 except msgspec.MsgspecError as error:
                     logger.warning("bad message of loads: %s", error)
+                    continue
+                if self._uncoordinated:
                     continue
                 self.wave, self.stepping = loads.wave, loads.stepping
                 for index, waiting, running in loads.loads:

@@ -44,6 +44,7 @@ from .protocol import (
     FrontEnd,
     Hello,
     Joined,
+    Uncoordinated,
     Welcome,
     decode_control,
     encode_control,
@@ -406,6 +407,7 @@ class EngineGroup:
                 self._tell(("end", reason))
             else:
                 logger.error("%s: front ends choose engines by their own counts", reason)
+                self._tell(("uncoordinated", Uncoordinated()))
             return
         index = next((i for i, c in self.processes.items() if c is child), None)
         if index is None:

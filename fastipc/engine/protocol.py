@@ -228,6 +228,10 @@ class Joined(msgspec.Struct, tag="joined"):
     engine: int
 
 
+class Uncoordinated(msgspec.Struct, tag="uncoordinated"):
+    """The coordinator has ended: the loads that it told are old."""
+
+
 class Ended(msgspec.Struct, tag="ended"):
     """Who launched the engines ends them, and this group. `reason` says why, if not because it was
     told to."""
@@ -235,7 +239,7 @@ class Ended(msgspec.Struct, tag="ended"):
     reason: str = ""
 
 
-Control = Hello | Welcome | Exited | Joined | Ended
+Control = Hello | Welcome | Exited | Joined | Uncoordinated | Ended
 
 encode_control = msgspec.msgpack.Encoder().encode
 decode_control = msgspec.msgpack.Decoder(Control).decode
