@@ -109,6 +109,23 @@ def test_the_end_of_an_engine_is_told_after_the_next_one_is_ready(killed):
     asyncio.run(main())
 
 
+def test_all_that_an_engine_finished_before_its_end_counts():
+    async def main():
+        config = {"fail_step_at": 501, "step_seconds": 0.002}
+        async with AsyncEngineClient.launch(CountingCore, config, timeout=60) as client:
+            done = client.add_request(Request("done", 500))
+            lost = client.add_request(Request("lost", 1 << 40))
+            eventually(lambda: told(client))  # the loop has no turn until the end is told
+            client._pump()
+            assert [o.token async for o in done] == list(range(1, 501))
+            with pytest.raises(EngineDeadError, match="the step went wrong"):
+                async for _ in lost:
+                    pass
+            assert client.stats()["output_messages"] > 128
+
+    asyncio.run(main())
+
+
 def test_an_engine_that_cannot_be_started_again_is_given_up(monkeypatch):
     with EngineClient.launch(CountingCore, restart=True, timeout=60) as client:
 

@@ -80,6 +80,10 @@ logger = logging.getLogger("fastipc")
 _AT_ONCE = 64
 """Messages that are taken before others get their turn."""
 
+_BEFORE_AN_END = 64
+"""How many times that, before what an engine has not finished is given up: other engines may send
+for ever."""
+
 UNREACHABLE_SECONDS = 10.0
 """For how long an engine may be unreachable, and nobody know why, until it counts as dead."""
 
@@ -717,7 +721,9 @@ class FrontEndCore:
                 engine = self.engines.setdefault(message.engine, EngineState(message.engine))
                 engine.final = False
             elif isinstance(message, Exited):
-                self._pump_outputs()  # what it said before its end counts
+                for _ in range(_BEFORE_AN_END):  # what it said before its end counts
+                    if not self._pump_outputs():
+                        break
                 engine = self.engines.setdefault(message.engine, EngineState(message.engine))
                 engine.ended.append(message.pid)
                 if engine.alive and engine.pid != message.pid:
