@@ -141,6 +141,40 @@ def test_an_engine_that_cannot_be_started_again_is_given_up(monkeypatch):
         assert client.engines[0].exitcode == -signal.SIGKILL
 
 
+def test_the_ticks_sending_hides_no_news():
+    async def main():
+        async with AsyncEngineClient.launch(
+            CountingCore, {"step_seconds": 0.01}, engines=2, restart=True, timeout=60
+        ) as client:
+            group = client.group
+            pid = group.processes[0].pid
+            client._tick.cancel()
+            os.kill(pid, signal.SIGKILL)
+            while client.engines[0].alive:
+                await asyncio.sleep(0.01)
+            eventually(lambda: group.processes[0].pid != pid)
+            group.wait_until_ready(60)
+            # (to look takes up the signal as sending does)
+            eventually(client._opened.has_news)
+            client._on_tick()
+            assert client.engines[0].alive
+
+    asyncio.run(main())
+
+
+def test_the_ticks_sending_hides_no_news_from_the_thread():
+    with EngineClient.launch(CountingCore, engines=2, restart=True, timeout=60) as client:
+        group = client.group
+        pid = group.processes[0].pid
+        os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not client.engines[0].alive)
+        with client._lock:
+            eventually(lambda: group.processes[0].pid != pid)
+            group.wait_until_ready(60)
+            eventually(client._core.has_news)
+        eventually(lambda: client.engines[0].alive)
+
+
 # -- engines that others launch --------------------------------------------------------------------
 
 

@@ -424,6 +424,8 @@ class AsyncEngineClient:
     def _on_tick(self) -> None:
         if not self._closed and self._opened is not None and self._opened.closed is None:
             self._opened.tick()
+            if self._opened.has_news():  # whose signal the tick's sending may have taken up
+                self._pump()
             self._tick = self._loop.call_later(TICK_SECONDS, self._on_tick)
 
     def _pump_one(self, reader: Callable[[], bool]) -> None:

@@ -431,6 +431,7 @@ def _receive(reference: weakref.ref[EngineClient]) -> None:
             now = time.monotonic()
             if now >= next_tick:
                 core.tick()
+                more |= core.has_news()  # whose signal the tick's sending may have taken up
                 next_tick = now + TICK_SECONDS
             if len(core.sockets) != len(readers):
                 for socket, reader in core.sockets.items():
