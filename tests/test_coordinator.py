@@ -60,6 +60,16 @@ def test_a_request_that_crosses_the_end_of_a_wave_begins_the_next():
     assert state.take(busy(1, 1, start=True)) == [Wave(1, True)]
 
 
+def test_who_knows_nothing_of_past_waves_begins_the_next_one():
+    """An engine that was started again, or the request of a new front end."""
+    state = Coordinator()
+    for wave in range(5):
+        assert state.take(busy(0, wave, start=True)) == [Wave(wave, True)]
+        assert state.take(idle(0, wave)) == [Wave(wave, False)]
+    assert state.take(busy(1, 0, start=True)) == [Wave(5, True)]
+    assert state.take(idle(1, 5)) == [Wave(5, False)]
+
+
 def test_an_engine_that_is_gone_is_not_waited_for():
     state = Coordinator()
     state.take(busy(0, 0, start=True))

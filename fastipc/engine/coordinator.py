@@ -54,8 +54,9 @@ class Coordinator:
         """A report came; returns what the engines are to be told."""
         self.reports[report.engine] = report
         self.changed = True
-        if report.start and report.wave >= self.wave and not self.stepping:
-            self.wave = report.wave
+        if report.start and not self.stepping:
+            # (an engine that was started again, or a new front end, doesn't know of past waves)
+            self.wave = max(self.wave, report.wave)
             self.stepping = True
             return [Wave(self.wave, True)]
         if report.start and report.wave > self.wave:
