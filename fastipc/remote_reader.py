@@ -536,8 +536,7 @@ class RemoteReader(RemoteEnd):
         self._sign.answer()
         idle = self._idle()
         self._calls_seen = self._calls
-        failure = self._failure
-        linked = self._linked
+        before = self._news()
         for event, _ in self._monitored():
             self._on_event(event, now)
         if self._closing:
@@ -555,12 +554,14 @@ class RemoteReader(RemoteEnd):
             self._pump(1 << 30)
             if self._consumed != self._acked or self._next != received:
                 self._acknowledge()
-        elif (
-            linked != self._linked
-            or failure is not self._failure
-            or has_events(self._socket)  # whose descriptor this may have reset
-        ):
+        # wait_any takes no turn: it may be about to sleep on the descriptor that was just reset.
+        # So may a call that isn't idle.
+        if before != self._news() or (not idle and has_events(self._socket)):
             self._wake.set()
+
+    def _news(self) -> tuple[object, ...]:
+        """What those who sleep want to hear of when it changes."""
+        return self._linked, self._failure, self._next, self._closed_at
 
     def _delivered(self) -> bool:
         return True

@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -1080,6 +1080,61 @@ def test_remote_and_local_queues_are_waited_for_together() -> None:
             assert fastipc.wait(queues, 30) == [remote]
             with pytest.raises(Closed):
                 remote.dequeue(0)
+
+
+def wait_late(
+    monkeypatch: pytest.MonkeyPatch, reader: MessageQueue, happen: Callable[[], object]
+) -> None:
+    """Waits for the reader. Between the wait's first look and its sleep something happens, and the
+    keeper takes it in, and with it what the descriptor would have told."""
+    end = reader._end
+    look = end.readable
+    looks = 0
+
+    def look_and_be_late() -> bool:
+        nonlocal looks
+        looks += 1
+        found: bool = look()
+        if looks == 1:
+            assert not found
+            happen()
+            eventually(lambda: end._inbox or end._closed_at is not None or end._failure)
+        return found
+
+    monkeypatch.setattr("fastipc.remote.SLICE", 3600.0)  # a later look would find it, too
+    monkeypatch.setattr(end, "readable", look_and_be_late)
+    assert fastipc.wait([reader]) == [reader]
+    assert looks == 2
+
+
+@pytest.mark.parametrize("what", ["message", "close"])
+def test_a_wait_is_woken_by_what_the_keeper_takes_in(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    with Ends(1) as ends:
+        (reader,) = ends.readers
+        # What it asks now and then would wake the reader, too.
+        monkeypatch.setattr(ends.writer._end, "_ask", lambda now: None)
+        if what == "message":
+            wait_late(monkeypatch, reader, lambda: ends.writer.enqueue(1))
+            assert reader.dequeue(0) == 1
+        else:
+            wait_late(monkeypatch, reader, ends.writer.close)
+            with pytest.raises(Closed):
+                reader.dequeue(0)
+
+
+def test_a_wait_is_woken_when_the_keeper_finds_a_writer_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"n_reader": 1, "n_local_reader": 0, "connect_ip": LOOPBACK}
+    with Team("spawn") as team:
+        writer = team.start(jobs.echo_writer, options)
+        with MessageQueue.create_from_handle(heard(writer), 0) as reader:
+            writer.said("ready")
+            wait_late(monkeypatch, reader, writer.kill)
+            with pytest.raises(PeerDied):
+                reader.dequeue(0)
 
 
 def test_a_local_queue_has_no_socket() -> None:
