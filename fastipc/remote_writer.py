@@ -7,9 +7,10 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -283,7 +284,9 @@ class RemoteWriter(RemoteEnd):
             elif data.startswith(wire.MAGIC) and data[wire.KIND_AT] == wire.HELLO:
                 self._refuse_stranger(data)
         except (struct.error, IndexError):
-            logger.debug("the queue at %s ignored a frame that can't be right", self.endpoint)
+            if logger.isEnabledFor(logging.DEBUG):
+                text = "the queue at %s ignored a frame that can't be right"
+                self._aside(logger.debug, text, self.endpoint)
 
     def _on_connection(self, nonce: bytes, begins: bool, now: float) -> None:
         if begins:
@@ -432,10 +435,21 @@ class RemoteWriter(RemoteEnd):
         if self._evict_dead:
             member.state = "evicted"
             lost = 0.0 if member.lost is None else now - member.lost
-            self._notice(self, "evicted", member.rank, member.pid, member.host, lost, 0)
+            self._tell("evicted", member.rank, member.pid, member.host, lost, 0)
             self._trim(now)
         else:
             member.state = "dead"
+
+    def _tell(self, kind: str, rank: int, pid: int, host: str, seconds: float, seq: int) -> None:
+        self._aside(self._notice, self, kind, rank, pid, host, seconds, seq)
+
+    def _aside(self, call: Callable[..., object], *args: object) -> None:
+        """Calls what runs code of the user's, a log handler say. This thread has the lock or the
+        turn, or is the keeper; and that code may send over this queue, or wait for who does."""
+        try:
+            threading.Thread(target=call, args=args, daemon=True).start()
+        except RuntimeError:
+            pass  # the interpreter ends, and nobody is left to be told
 
     # -- sending. All of it under the lock.
 
@@ -592,9 +606,7 @@ class RemoteWriter(RemoteEnd):
                 )
             if slowest is not None and 0 < self._warn_after <= now - warned:
                 warned = now
-                self._notice(
-                    self, "waiting", slowest.rank, slowest.pid, slowest.host, now - begun, base
-                )
+                self._tell("waiting", slowest.rank, slowest.pid, slowest.host, now - begun, base)
             self._sleep(deadline, SLICE)
 
     # -- readiness, and what is known of readers
@@ -626,7 +638,7 @@ class RemoteWriter(RemoteEnd):
                 return False
             if 0 < self._warn_after <= now - warned:
                 warned = now
-                self._notice(self, "waiting", self.missing()[0], 0, "", now - begun, 0)
+                self._tell("waiting", self.missing()[0], 0, "", now - begun, 0)
             self._sleep(deadline, SLICE)
 
     def _raise_if_gone_early(self) -> None:

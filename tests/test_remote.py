@@ -727,8 +727,45 @@ def test_a_dead_reader_is_evicted_if_so_asked(caplog: pytest.LogCaptureFixture) 
                 for i in range(20):
                     writer.enqueue(i, timeout=30)
                     assert local.dequeue(30) == i
+                eventually(lambda: "evicted" in caplog.text)
             assert "rank 1" in caplog.text
-            assert "evicted" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["evicted", "waited"])
+def test_a_log_handler_may_send_over_the_queue_that_it_hears_of(what: str) -> None:
+    class Sender(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if what in record.getMessage() and not sent:
+                sent.append(None)
+                writer.enqueue("told", timeout=60)
+
+    sent: list[None] = []
+    handler = Sender()
+    logger = logging.getLogger("fastipc")
+    with (
+        Team("spawn") as team,
+        MessageQueue(2, 0, connect_ip=LOOPBACK, on_reader_death="evict", slots=4) as writer,
+    ):
+        handle = writer.export_handle()
+        other = team.start(jobs.echo_reader, handle, 1)
+        with MessageQueue.create_from_handle(handle, 0) as reader:
+            writer.wait_until_ready(60)
+            other.said("attached")
+            logger.addHandler(handler)
+            try:
+                blocked = threading.Thread(target=lambda: [writer.enqueue(i) for i in range(40)])
+                if what == "waited":
+                    writer._end._warn_after = 0.1
+                blocked.start()
+                eventually(lambda: writer._end._waits and writer._end.busy)
+                if what == "evicted":
+                    other.kill()
+                eventually(lambda: sent)
+                got = [reader.dequeue(60) for _ in range(41)]
+                blocked.join()
+            finally:
+                logger.removeHandler(handler)
+            assert sorted(got, key=str) == sorted([*range(40), "told"], key=str)
 
 
 def test_a_stopped_reader_is_not_dead() -> None:
