@@ -3,9 +3,11 @@
 ``start`` runs a function in a process of its own; its ``ChildProcess`` waits until the child says
 ``ready``, tells how it ended, and ``Monitor`` calls back when it ends unasked. Two pipes do it:
 
-- the *death pipe*, whose write end only the parent has. It says nothing: when the parent ends,
-  however that happens, the kernel closes it, and a thread in the child that waits for this ends
-  the child, gracefully at first. The child's own children learn of it in the same way. (The
+- the *death pipe*, whose write end only the parent has. When the parent ends, however that
+  happens, the kernel closes it, and a thread in the child that waits for this ends the child,
+  gracefully at first. The child's own children learn of it in the same way. Nothing is said through
+  it, except to a child that doesn't end at SIGTERM: to that one a byte says what SIGTERM does to
+  others. (The
   kernel's parent-death signal is no substitute: it comes when the *thread* that made the child
   ends.)
 - the *ready pipe*, through which the child sends one value, or the exception that kept it from
@@ -16,8 +18,8 @@ what a fork copies, the copy closes at once (``_held``), whoever forked.
 
 The parent gets no signal handler, thread or environment variable by starting a child. (Monitor is
 a thread.) In the child SIGTERM raises SystemExit in the main thread, once for each signal, until
-the function ends; SIGINT is ignored there, since the terminal sends Ctrl-C to the parent, too, and
-it's the parent that decides.
+the function ends, unless it was started with ``ends_at_sigterm=False``; SIGINT is ignored there,
+since the terminal sends Ctrl-C to the parent, too, and it's the parent that decides.
 """
 
 from __future__ import annotations
@@ -222,9 +224,12 @@ def _let_go(*ends: Connection | None) -> None:
 class _Child:
     """What a started child knows of itself."""
 
-    def __init__(self, death: Connection, ready: Connection) -> None:
+    def __init__(self, death: Connection, ready: Connection, ends_at_sigterm: bool) -> None:
         self.death = death
         self.ready: Connection | None = ready
+        self.pid = os.getpid()
+        self.ends_at_sigterm = ends_at_sigterm
+        self.told = False  # to end, by the parent or its death
         self.callbacks: list[Callable[[], object]] = []
         self.last_callbacks: list[Callable[[], object]] = []
         self.lock = threading.Lock()
@@ -246,7 +251,7 @@ class _Child:
     def watch(self) -> None:
         try:
             while os.read(self.death.fileno(), 1):
-                pass
+                self.interrupt()
         except OSError:
             pass
         try:
@@ -268,6 +273,10 @@ class _Child:
 
     def end(self) -> None:
         self.call(self.callbacks)
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        self.told = True
         # The main thread itself gets it: a signal to the process may interrupt another's wait.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
@@ -305,6 +314,10 @@ def on_parent_death(callback: Callable[[], object], *, last: bool = False) -> No
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
+    child = _this
+    # (what this process has forked has the handler, too, and nobody who could tell it otherwise)
+    if child is not None and not (child.ends_at_sigterm or child.told) and child.pid == os.getpid():
+        return
     raise SystemExit(SIGTERM_EXIT)
 
 
@@ -315,15 +328,16 @@ def _main(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     env: Mapping[str, str],
+    ends_at_sigterm: bool,
 ) -> None:
     """The child's first function of ours, in its main thread."""
     global _this
+    _this = child = _Child(death, ready_end, ends_at_sigterm)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _on_sigterm)
     # A forked child would write its signals into the parent's asyncio loop.
     signal.set_wakeup_fd(-1)
     _held.update((death, ready_end))
-    _this = child = _Child(death, ready_end)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
         threading.Thread(target=child.watch, name="fastipc-death-watch", daemon=True).start()
@@ -503,6 +517,7 @@ def start(
     api_server: bool = False,
     env: Mapping[str, str] | None = None,
     daemon: bool = False,
+    ends_at_sigterm: bool | None = None,
 ) -> ChildProcess:
     """Starts target(*args, **kwargs) in a child process, which ends when this process does.
 
@@ -517,6 +532,11 @@ def start(
             forked child has the libraries that it has. And what the dynamic linker or the
             interpreter reads at its start comes from this process's environment.)
         daemon: multiprocessing's; a daemonic process can't have children of its own.
+        ends_at_sigterm: whether a SIGTERM from anywhere ends the child. If not, it ends when this
+            process tells it (terminate, ``stop``) or ends: for who has to end in good order though
+            a service manager sends SIGTERM to all processes at once. None: as this process itself,
+            if it was started by ``start``; else True. (multiprocessing's fork server ends at
+            SIGTERM whatever is said here, and so does its child until it has begun.)
 
     Returns:
         the child; call its wait_ready, or wait_all_ready, and in the end ``stop``.
@@ -552,11 +572,21 @@ def start(
     _hook_exit()
     death_r, death_w = _pipe()
     ready_r, ready_w = _pipe()
+    if ends_at_sigterm is None:
+        ends_at_sigterm = _this is None or _this.ends_at_sigterm
     label = _Name(name)
     label._env = variables
     process = _PROCESSES[method](
         target=_main,
-        args=(death_r, ready_w, target, tuple(args), dict(kwargs or {}), variables),
+        args=(
+            death_r,
+            ready_w,
+            target,
+            tuple(args),
+            dict(kwargs or {}),
+            variables,
+            ends_at_sigterm,
+        ),
         name=label,
         daemon=daemon,
     )
@@ -567,7 +597,7 @@ def start(
             _without_signals(process.start)
         else:
             process.start()
-        child = ChildProcess(process, name, method, death_w, ready_r)
+        child = ChildProcess(process, name, method, death_w, ready_r, ends_at_sigterm)
     except BaseException:
         _let_go(death_w, ready_r)  # a child that has begun all the same ends for it
         raise
@@ -596,7 +626,13 @@ class ChildProcess:
     """
 
     def __init__(
-        self, process: Any, name: str, method: str, death: Connection, ready: Connection
+        self,
+        process: Any,
+        name: str,
+        method: str,
+        death: Connection,
+        ready: Connection,
+        ends_at_sigterm: bool,
     ) -> None:
         self.name = name
         self.start_method = method
@@ -605,6 +641,7 @@ class ChildProcess:
         self._process = process
         self._death: Connection | None = death
         self._ready: Connection | None = ready
+        self._ends_at_sigterm = ends_at_sigterm
         self._lock = threading.RLock()
         self._exitcode: int | None = None
         self._ended = False
@@ -698,8 +735,16 @@ class ChildProcess:
                 pass
 
     def terminate(self) -> None:
-        """SIGTERM: a graceful end, if its main thread comes to it."""
-        self.send_signal(signal.SIGTERM)
+        """SIGTERM, or what stands for it: a graceful end, if its main thread comes to it."""
+        if self._ends_at_sigterm:
+            self.send_signal(signal.SIGTERM)
+            return
+        with self._lock:
+            if not self._reap() and self._death is not None:
+                try:
+                    os.write(self._death.fileno(), b"\0")
+                except OSError:
+                    pass  # it is ending
 
     def kill(self) -> None:
         """SIGKILL."""

@@ -69,6 +69,16 @@ def tell_pipes_of_a_fork():
     time.sleep(1000)
 
 
+def two_below():
+    """Ready with the pids of a child that it has started, and of one that it has forked."""
+    child = processes.start(tell, name="child")
+    forked = os.fork()
+    if forked == 0:
+        time.sleep(1000)
+    processes.ready((child.wait_ready(60)["pid"], forked))
+    time.sleep(1000)
+
+
 def ready_then(code):
     processes.ready()
     sys.exit(code)

@@ -481,6 +481,56 @@ def test_a_child_ends_in_order_at_sigterm(method, tmp_path):
     child.terminate()
 
 
+def test_a_child_that_only_its_parent_ends(method, tmp_path):
+    path = tmp_path / "child"
+    with started(children.graceful, path, method=method, ends_at_sigterm=False) as child:
+        if method != "forkserver":
+            child.send_signal(signal.SIGTERM)  # while it starts
+        child.wait_ready(60)
+        eventually(path.with_suffix(".inside").exists)
+        child.send_signal(signal.SIGTERM)
+        assert not child.join(0.3)
+        child.terminate()
+        assert child.join(60)
+        assert child.describe_exit() == "ended at SIGTERM"
+    assert path.with_suffix(".ended").exists()
+    child.terminate()
+
+
+def test_its_children_are_its_own_to_end_too_but_not_what_it_forks():
+    with started(children.two_below, ends_at_sigterm=False) as child:
+        started_one, forked = child.wait_ready(60)
+        for pid in (started_one, forked):
+            os.kill(pid, signal.SIGTERM)
+        eventually(lambda: gone(forked))
+        for _ in range(30):
+            time.sleep(0.01)
+            assert not gone(started_one)
+        child.terminate()
+        assert child.join(60)
+        eventually(lambda: gone(started_one))
+
+
+def test_a_child_that_only_its_parent_ends_dies_with_it(run_child):
+    """Which is killed."""
+    pid = int(
+        run_child(
+            """
+            import os, sys
+            from fastipc import processes
+            import children
+            if __name__ == "__main__":
+                child = processes.start(children.tell, name="x", ends_at_sigterm=False)
+                child.wait_ready(60)
+                print(child.pid, flush=True)
+                os._exit(0)
+            """,
+            env={"PYTHONPATH": str(HERE)},
+        )
+    )
+    eventually(lambda: gone(pid))
+
+
 def test_sigint_is_not_for_children(method):
     with started(children.tell, method=method) as child:
         child.wait_ready(60)

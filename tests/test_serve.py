@@ -276,18 +276,28 @@ def test_everybody_ends_when_the_server_is_killed(start_child, api_servers):
     stream.close()
 
 
-@pytest.mark.parametrize("api_servers", [1, 2])
-def test_ctrl_c_in_a_terminal_lets_streams_finish(start_child, shard, api_servers):
-    server = Server(start_child, "--api-servers", api_servers)
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGINT, []),
+        (signal.SIGINT, ["--api-servers", 2]),
+        (signal.SIGTERM, ["--workers", 2]),
+        (signal.SIGTERM, ["--api-servers", 2, "--engines", 2]),
+    ],
+)
+def test_a_signal_to_all_processes_lets_streams_finish(start_child, shard, number, options):
+    """As a terminal does with Ctrl-C, and a service manager with SIGTERM."""
+    server = Server(start_child, *options)
     stream = Stream(server, prompt="a", max_tokens=400, seed=3)
     first = next(iter(stream))
-    for process in server.everybody():  # the terminal sends it to all
-        process.send_signal(signal.SIGINT)
+    root = psutil.Process(server.child.pid)
+    for process in [*root.children(recursive=True), root]:
+        process.send_signal(number)
     text, _ = stream.text()
     assert json.loads(first)["choices"][0]["text"] + text == expected(shard, "a", 400, 3)
     stream.close()
-    assert server.child.wait() == 130
-    assert "Traceback" not in server.child.stderr
+    assert server.child.wait() == {signal.SIGTERM: 0, signal.SIGINT: 130}[number]
+    assert re.sub("fastipc serve: (.* is pid .*|listening on .*)\n", "", server.child.stderr) == ""
 
 
 # Before the named function is called, the process gets the signal.

@@ -153,6 +153,7 @@ class EngineGroup:
         external: int,
         on_failure: Callable[[int, str], object] | None,
         env: dict[str, str] | None,
+        ends_at_sigterm: bool | None,
     ) -> None:
         check_core_class(core_class)
         for name, number, least in (
@@ -175,6 +176,7 @@ class EngineGroup:
         self._window = window
         self._on_failure = on_failure
         self._env = env
+        self._ends_at_sigterm = ends_at_sigterm
         self._lock = threading.RLock()
         self._children: dict[int, children.ChildProcess] = {}
         self._external = set(range(engines - external, engines))
@@ -261,6 +263,7 @@ class EngineGroup:
             (self._control_path, self._key, self._host),
             name="engine coordinator",
             start_method=self._start_method,
+            ends_at_sigterm=self._ends_at_sigterm,
         )
         return started
 
@@ -278,6 +281,7 @@ class EngineGroup:
             name=f"engine {index}",
             start_method=self._start_method,
             env=self._env,
+            ends_at_sigterm=self._ends_at_sigterm,
         )
 
     def _all_children(self) -> list[children.ChildProcess]:
@@ -615,6 +619,7 @@ def launch(
     external: int = 0,
     on_failure: Callable[[int, str], object] | None = None,
     env: dict[str, str] | None = None,
+    ends_at_sigterm: bool | None = None,
 ) -> EngineGroup:
     """Start engines, each in a process of its own, and return at once: front ends, and
     ``wait_until_ready``, wait for them.
@@ -636,6 +641,10 @@ def launch(
             ``run_engine(..., control=group.control[0], control_key=group.control[1])``.
         on_failure: called as on_failure(index, how) in a thread when an engine ended unasked.
         env: environment variables for the engines.
+        ends_at_sigterm: False: a SIGTERM that isn't from this process, but was sent to all
+            processes at once by a service manager, say, ends neither the engines nor what they
+            start with fastipc (workers); they end by ``shutdown``, or when this process does. See
+            processes.start.
 
     Raises TypeError when the class lacks something, and as children.start.
     """
@@ -653,4 +662,5 @@ def launch(
         external=external,
         on_failure=on_failure,
         env=env,
+        ends_at_sigterm=ends_at_sigterm,
     )

@@ -22,7 +22,8 @@ def add_parser(nouns: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="serve completions of the demo's model over HTTP",
         description="Serves POST /v1/completions (stream: true for server-sent events), GET "
         "/health and GET /metrics, with the demo's engines and workers behind it. SIGTERM and "
-        "Ctrl-C let running requests finish; a second one doesn't.",
+        "Ctrl-C, to the first process or to all of them, let running requests finish; a second one "
+        "doesn't.",
         epilog="exit code: 0 ended by SIGTERM, 1 a process died or could not start, 2 bad "
         "arguments, 130 Ctrl-C",
     )

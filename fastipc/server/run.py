@@ -156,6 +156,8 @@ def _serve(options: Options, told: _Signals) -> int:
             # Spawned, they don't have the listening socket, nor an event loop.
             start_method="spawn",
             restart=options.restart,
+            # A service manager sends it to all processes; running answers need theirs.
+            ends_at_sigterm=False,
         ) as group,
     ):
         group.wait_until_ready(READY_SECONDS)
@@ -355,6 +357,8 @@ def _api_server_main(spec: ClientSpec, family: int, where: Any, pipe: Connection
     _log_to_stderr()
     try:
         code = asyncio.run(_one_of_several(spec, family, where, pipe))
+    except asyncio.CancelledError:  # told to end before there was anything to finish
+        code = 0
     except IPCError as error:
         _say(f"API server {spec.client_index} (pid {os.getpid()}) ends: {error}")
         code = 1
@@ -363,6 +367,9 @@ def _api_server_main(spec: ClientSpec, family: int, where: Any, pipe: Connection
 
 async def _one_of_several(spec: ClientSpec, family: int, where: Any, pipe: Connection) -> int:
     loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+    server: _ApiServer | None = None
     questions = itertools.count()
     asked: dict[int, asyncio.Future[list[dict[str, Any]]]] = {}
 
@@ -373,6 +380,7 @@ async def _one_of_several(spec: ClientSpec, family: int, where: Any, pipe: Conne
             pipe.send(("metrics", number, None))
             return await asyncio.wait_for(future, 2 * ASK_SECONDS)
         except (OSError, TimeoutError):
+            assert server is not None
             return [server.snapshot()]
         finally:
             del asked[number]
@@ -381,23 +389,26 @@ async def _one_of_several(spec: ClientSpec, family: int, where: Any, pipe: Conne
         try:
             while pipe.poll():
                 kind, number, value = pipe.recv()
-                if kind == "snapshot":
-                    pipe.send(("snapshot", number, server.snapshot()))
+                if kind == "signal":
+                    if server is None:
+                        task.cancel()
+                    else:
+                        server.on_signal(number)
+                elif kind == "snapshot":
+                    pipe.send(("snapshot", number, None if server is None else server.snapshot()))
                 elif number in asked and not asked[number].done():
                     asked[number].set_result(value)
         except (EOFError, OSError):
             loop.remove_reader(pipe.fileno())  # the parent is gone, and so is this process soon
 
-    async with AsyncEngineClient(spec, timeout=READY_SECONDS) as client:
-        server = _ApiServer(client, _sharing(family, where), gather)
-        # Not SIGINT: a terminal sends it to the parent too, which passes it on as SIGTERM.
-        loop.add_signal_handler(signal.SIGTERM, server.on_signal, signal.SIGTERM)
-        loop.add_reader(pipe.fileno(), on_pipe)
-        try:
+    loop.add_reader(pipe.fileno(), on_pipe)
+    try:
+        async with AsyncEngineClient(spec, timeout=READY_SECONDS) as client:
+            server = _ApiServer(client, _sharing(family, where), gather)
             processes.ready(_pids(client))
             return await server.run()
-        finally:
-            loop.remove_reader(pipe.fileno())
+    finally:
+        loop.remove_reader(pipe.fileno())
 
 
 class _Question:
@@ -430,7 +441,7 @@ class _Parent:
 
     async def run(self, told: _Signals) -> int:
         """Returns 0 or 1 when all API servers have ended."""
-        with told.taken(lambda number: self._stop()):
+        with told.taken(self._stop):
             return await self._run()
 
     async def _run(self) -> int:
@@ -454,7 +465,8 @@ class _Parent:
         finally:
             if self._monitor is not None:
                 await asyncio.to_thread(self._monitor.stop)
-            await asyncio.to_thread(processes.stop, list(self._servers.values()), graceful=0.0)
+            self._stop(signal.SIGTERM)
+            await asyncio.to_thread(processes.stop, list(self._servers.values()), graceful=2.0)
             for pipe in self._pipes.values():
                 loop.remove_reader(pipe.fileno())
                 pipe.close()
@@ -468,17 +480,24 @@ class _Parent:
                 (self._group.clients[index], self._family, self._where, theirs),
                 name=f"API server {index}",
                 api_server=True,
+                # A terminal or a service manager sends signals to all processes. This one passes
+                # them on through the pipe, so that each counts once.
+                ends_at_sigterm=False,
             )
         self._pipes[index] = ours
         asyncio.get_running_loop().add_reader(ours.fileno(), self._on_pipe, index)
 
     # -- ends
 
-    def _stop(self) -> None:
-        """API servers get SIGTERM; when all have finished their answers, the engines end."""
+    def _stop(self, number: int) -> None:
+        """API servers are told of the signal; when all have finished their answers, the engines
+        end."""
         self._stopping = True
-        for server in self._servers.values():
-            server.terminate()
+        for pipe in self._pipes.values():
+            try:
+                pipe.send(("signal", number, None))
+            except OSError:
+                pass  # it has ended
         if not any(server.is_alive() for server in self._servers.values()):
             self._ended.set()
 
@@ -501,7 +520,7 @@ class _Parent:
                 return
             _say(f"{how}; the server ends")
             self.exitcode = 1
-            self._stop()
+            self._stop(signal.SIGTERM)
         if not any(server.is_alive() for server in self._servers.values()):
             self._ended.set()
 
