@@ -369,6 +369,60 @@ def test_ctrl_c_twice_does_not_wait_for_streams(start_child):
     stream.close()
 
 
+def test_half_a_request_does_not_keep_the_server(start_child):
+    server = Server(start_child)
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{")
+        assert server.get("/health")[0] == 200  # so the half has been read as well
+        server.child.send_signal(signal.SIGTERM)
+        answer = http.client.HTTPResponse(client)
+        answer.begin()
+        assert answer.status == 503
+        assert json.loads(answer.read())["error"]["type"] == "server_draining"
+        answer.close()
+    assert server.child.wait() == 0
+    assert "Traceback" not in server.child.stderr
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_client_that_does_not_read_does_not_keep_the_server(start_child, signals):
+    child = start_child(
+        """
+        import socket, sys
+        from fastipc.__main__ import main
+        from fastipc.server import run
+
+        def bind(options):
+            sock, address = real_bind(options)
+            # Connections have it, too: the kernel would take in whole answers.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            return sock, address
+
+        real_bind, run._bind = run._bind, bind
+        if __name__ == "__main__":
+            run.STALL_SECONDS = float(sys.argv[1])
+            sys.exit(main(["serve", "--port", "0"]))
+        """,
+        "0.5" if signals == 1 else "3600",
+    )
+    port = int(child.wait_for("listening on", "stderr").rsplit(":", 1)[1])
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", port))
+        body = json.dumps({"prompt": "a", "max_tokens": LONG_TOKENS, "stream": True})
+        client.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n%s"
+            % (len(body), body.encode())
+        )
+        assert client.recv(1)
+        child.send_signal(signal.SIGTERM)
+        if signals == 2:
+            eventually(lambda: not _listens(port))
+            child.send_signal(signal.SIGTERM)
+        assert child.wait() == 0
+    assert "Traceback" not in child.stderr
+
+
 def _listens(port):
     try:
         socket.create_connection(("127.0.0.1", port), 1).close()

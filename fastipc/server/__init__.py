@@ -23,7 +23,8 @@ def add_parser(nouns: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         description="Serves POST /v1/completions (stream: true for server-sent events), GET "
         "/health and GET /metrics, with the demo's engines and workers behind it. SIGTERM and "
         "Ctrl-C, to the first process or to all of them, let running requests finish; a second one "
-        "doesn't.",
+        "doesn't. A request that has not come whole by then, and an answer that its client doesn't "
+        "read, are given up.",
         epilog="exit code: 0 ended by SIGTERM, 1 a process died or could not start, 2 bad "
         "arguments, 130 Ctrl-C",
     )

@@ -86,6 +86,10 @@ class BadRequest(Exception):
     """The request can't be understood; the text says why."""
 
 
+class Draining(Exception):
+    """The server ends, and takes no more requests."""
+
+
 _decode_body = msgspec.json.Decoder(Completion).decode
 _encode = msgspec.json.Encoder().encode
 
@@ -105,6 +109,7 @@ class Service:
         self.metrics = metrics
         self.draining = False
         self.open = 0
+        self._reading: set[asyncio.Timeout] = set()
         self._prefix = secrets.token_hex(4)
         self._count = 0
 
@@ -112,6 +117,25 @@ class Service:
         """Unique among all API servers of a group."""
         self._count += 1
         return f"cmpl-{self._prefix}-{self._count}"
+
+    def drain(self) -> None:
+        """From now on only requests are answered whose body has come: a client may take any time
+        for the rest."""
+        self.draining = True
+        now = asyncio.get_running_loop().time()
+        for bound in self._reading:
+            bound.reschedule(now)
+
+    async def body(self, request: Request) -> bytes:
+        try:
+            async with asyncio.timeout(0 if self.draining else None) as bound:
+                self._reading.add(bound)
+                try:
+                    return await _body(request)
+                finally:
+                    self._reading.discard(bound)
+        except TimeoutError:
+            raise Draining("the server is ending, and has not got the whole request") from None
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -121,6 +145,7 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 # What went wrong: its status, and the type by which OpenAI's clients tell errors apart.
 _STATUS: dict[type[Exception], tuple[int, str]] = {
     BadRequest: (400, "invalid_request_error"),
+    Draining: (503, "server_draining"),
     TooManyRequests: (429, "rate_limit_error"),
     RequestFailed: (500, "server_error"),
     EngineDeadError: (503, "engine_dead"),
@@ -243,13 +268,16 @@ def application(service: Service) -> Starlette:
     async def completions(request: Request) -> Response:
         try:
             try:
-                completion = _decode_body(await _body(request))
+                completion = _decode_body(await service.body(request))
             except msgspec.MsgspecError as error:
                 raise BadRequest(str(error)) from None
             return _Answer(service, completion, completion.request(service.request_id()))
         except BadRequest as error:
             status, problem = _problem(error)
             return _json(problem, status)
+        except Draining as error:
+            status, problem = _problem(error)
+            return _json(problem, status, {"connection": "close"})
         except ClientDisconnect:
             return Response(status_code=400)
 

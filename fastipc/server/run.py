@@ -44,6 +44,9 @@ LOOK_SECONDS = 0.1
 DEAD_SECONDS = 1.0
 # After a death, what running answers of others get; after SIGTERM they get all the time they need.
 DEAD_DRAIN_SECONDS = 30.0
+# After SIGTERM or a death a client that takes nothing of its answer for so long is given up: longer
+# than a bad line needs to come back with what it lost, several times.
+STALL_SECONDS = 15.0
 # How long an API server that is asked for its numbers may take.
 ASK_SECONDS = 1.0
 # An API server that dies more often than this in a minute is not started again.
@@ -254,6 +257,7 @@ class _ApiServer:
         self.service = Service(client, self._metrics)
         self.exitcode = 0
         self._signals = 0
+        self._stalls: asyncio.Task[None] | None = None
         self._server = _HttpServer(
             uvicorn.Config(
                 application(self.service),
@@ -278,15 +282,45 @@ class _ApiServer:
     def on_signal(self, number: int) -> None:
         """The first lets running answers finish, the second does not."""
         self._signals += 1
-        self.service.draining = True
-        self._server.should_exit = True
+        self._drain()
         if self._signals > 1:
             self._force()
 
+    def _drain(self) -> None:
+        self.service.drain()
+        self._server.should_exit = True
+        if self._stalls is None:
+            self._stalls = asyncio.create_task(self._give_up_stalled())
+
     def _force(self) -> None:
         self._server.force_exit = True
-        for task in list(self._server.server_state.tasks):
-            task.cancel()
+        # Each answer ends as when its client goes away.
+        for transport in self._transports():
+            if transport.get_write_buffer_size():
+                transport.abort()  # close would wait until the client has read
+            else:
+                transport.close()
+
+    def _transports(self) -> list[asyncio.Transport]:
+        return [connection.transport for connection in self._server.server_state.connections]
+
+    async def _give_up_stalled(self) -> None:
+        """Ends connections whose clients don't read: nothing else would, nor is all sent when the
+        answer is complete."""
+        loop = asyncio.get_running_loop()
+        seen: dict[asyncio.Transport, tuple[int, float]] = {}
+        while True:
+            now = loop.time()
+            before, seen = seen, {}
+            for transport in self._transports():
+                size = transport.get_write_buffer_size()
+                last, since = before.get(transport, (0, now))
+                if not size or size < last:
+                    since = now
+                elif now - since >= STALL_SECONDS:
+                    transport.abort()
+                seen[transport] = size, since
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def run(self) -> int:
         """Serves until told to end, or an engine is dead for good. Returns 0 or 1."""
@@ -295,6 +329,8 @@ class _ApiServer:
             await self._server.serve([self._listener])
         finally:
             watch.cancel()
+            if self._stalls is not None:
+                self._stalls.cancel()
         return self.exitcode
 
     async def _watch(self) -> None:
@@ -312,7 +348,7 @@ class _ApiServer:
                 if engine.final and not engine.alive:
                     self.exitcode = 1
                     await asyncio.sleep(DEAD_SECONDS)
-                    self._server.should_exit = True
+                    self._drain()
                     await asyncio.sleep(DEAD_DRAIN_SECONDS)
                     self._force()
                     return
