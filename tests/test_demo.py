@@ -237,6 +237,30 @@ def test_ctrl_c_while_starting(start_child):
     assert "Traceback" not in child.stderr
 
 
+def test_ctrl_c_while_checking(start_child):
+    child = start_child(
+        """
+        import sys, time
+        from fastipc.__main__ import main
+        from fastipc.demo import front_end
+
+        def check(orders, said):
+            print("checking", len(said), flush=True)
+            time.sleep(1000)
+
+        if __name__ == "__main__":
+            front_end.check = check
+            sys.exit(main(["demo", "--requests", "5", "--engines", "1", "--workers", "1"]))
+        """
+    )
+    child.wait_for("checking 5")
+    press_ctrl_c(child)
+
+    assert child.wait() == 130
+    assert child.stderr.endswith("fastipc demo: interrupted\n")
+    assert "Traceback" not in child.stderr
+
+
 # Runs the demo with another engine in the place of the right one.
 REPLACED_CORE = """
     import argparse, os, sys

@@ -72,10 +72,16 @@ def run(options: Options, watcher: Watcher, core_class: type[DemoCore] = DemoCor
     config = DemoConfig(path=options.path, seed=SEED, workers=options.workers)
     with launch(core_class, config, engines=options.engines, clients=options.clients) as group:
         group.wait_until_ready(front_end.READY_SECONDS)
-        return asyncio.run(_work(options, group, watcher))
+        result, orders, said = asyncio.run(_work(options, group, watcher))
+    # In the main thread, and not in an event loop: so Ctrl-C ends it.
+    result.reports[0].sample = front_end.check(orders, said)
+    return result
 
 
-async def _work(options: Options, group: EngineGroup, watcher: Watcher) -> Result:
+async def _work(
+    options: Options, group: EngineGroup, watcher: Watcher
+) -> tuple[Result, Orders, dict[int, bytes]]:
+    """Also returns what this process's front end was to do, and what was said to it, unchecked."""
     orders = [
         Orders(
             index=index,
@@ -88,6 +94,7 @@ async def _work(options: Options, group: EngineGroup, watcher: Watcher) -> Resul
         for index in range(options.clients)
     ]
     others: list[processes.ChildProcess] = []
+    said: dict[int, bytes] = {}
     async with AsyncEngineClient(group.clients[0]) as client:
         try:
             await client.wait_until_ready(front_end.READY_SECONDS)
@@ -107,9 +114,9 @@ async def _work(options: Options, group: EngineGroup, watcher: Watcher) -> Resul
                 watcher.moved(report)
 
             async def first() -> list[Report]:
-                report, said = await front_end.run(client, orders[0], moved)
+                report, tokens = await front_end.run(client, orders[0], moved)
+                said.update(tokens)
                 watcher.checking()
-                report.sample = await asyncio.to_thread(front_end.check, orders[0], said)
                 return [report]
 
             timeout = options.seconds + END_SECONDS
@@ -124,7 +131,7 @@ async def _work(options: Options, group: EngineGroup, watcher: Watcher) -> Resul
             processes.stop(others, graceful=2.0)
     used = [report.cpu_seconds for report in reports]
     used += [b - a for a, b in zip(before, after, strict=True)]
-    return Result(
+    result = Result(
         options,
         reports,
         counts,
@@ -132,6 +139,7 @@ async def _work(options: Options, group: EngineGroup, watcher: Watcher) -> Resul
         [ProcessUse(*who, cpu) for who, cpu in zip(named, used, strict=True)],
         seconds,
     )
+    return result, orders[0], said
 
 
 async def _all_of(*parts: Coroutine[Any, Any, list[Report]]) -> list[Report]:
