@@ -186,10 +186,19 @@ class Probe(Worker):
 
     def load(self):
         self.steps.append("loaded")
+        if self.trouble in ("load", "load and shutdown"):
+            if self.rank < self.world_size - 1:
+                self.write("loads")
+                time.sleep(1000)
+            while "loads" not in self.log.read_text() and self.rank > 0:
+                time.sleep(0.01)
+            raise LookupError(f"rank {self.rank} can't load")
 
     def shutdown(self):
         if self.log is not None:
             self.write("shutdown")
+        if self.trouble == "load and shutdown":
+            raise ValueError("there is nothing to shut down")
 
     def write(self, text):
         with open(self.log, "a") as file:

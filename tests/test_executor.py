@@ -468,6 +468,21 @@ def test_a_worker_does_not_start(trouble, error, text, method):
     assert len(left) <= 1
 
 
+@pytest.mark.parametrize("trouble", ["load", "load and shutdown"])
+def test_a_worker_that_can_not_load_is_shut_down(trouble, tmp_path):
+    """And so is one that is still loading."""
+    log = tmp_path / "log"
+    log.touch()
+    kwargs = {"trouble": trouble, "log": log}
+    with pytest.raises(LookupError, match="rank 1 can't load"):
+        MultiprocExecutor(Probe, 2, kwargs=kwargs, start_method="fork")
+    assert sorted(log.read_text().splitlines()) == ["0 loads", "0 shutdown", "1 shutdown"]
+    log.write_text("")
+    with pytest.raises(LookupError, match="rank 0 can't load"):
+        InProcessExecutor(Probe, kwargs=kwargs)
+    assert log.read_text() == "0 shutdown\n"
+
+
 EXECUTOR = """
 import sys, time
 import children

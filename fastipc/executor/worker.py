@@ -10,7 +10,7 @@ from typing import Any
 from .. import failures, processes
 from ..errors import Closed, PeerDied
 from ..handle import Handle
-from ..queue import MessageQueue
+from ..queue import MessageQueue, logger
 
 __all__ = ["Worker", "main", "make"]
 
@@ -39,8 +39,8 @@ class Worker:
         """Before the first call: whatever takes time. The executor waits for it."""
 
     def shutdown(self) -> None:
-        """After the last call; also at SIGTERM, and when the executor's process has died (then
-        there is half a second)."""
+        """After the last call; also at SIGTERM, when init_device or load fails, and when the
+        executor's process has died (then there is half a second)."""
 
 
 def make(
@@ -51,12 +51,19 @@ def make(
     local_rank: int,
     world_size: int,
 ) -> Any:
-    """A worker that is ready for its first call."""
+    """A worker that is ready for its first call. If it can't be, it has had its last one."""
     worker = worker_class(*args, rank=rank, local_rank=local_rank, world_size=world_size, **kwargs)
-    for name in ("init_device", "load"):
-        method = getattr(worker, name, None)
-        if method is not None:
-            method()
+    try:
+        for name in ("init_device", "load"):
+            method = getattr(worker, name, None)
+            if method is not None:
+                method()
+    except BaseException:
+        try:
+            end(worker)
+        except Exception:  # it may well need what could not be loaded
+            logger.exception("the shutdown of worker %d, which could not start, failed too", rank)
+        raise
     return worker
 
 
