@@ -21,7 +21,7 @@ from children import Probe
 from support import DEATH_WATCHDOG, NIGHTLY, eventually, forever, in_fork, process_state
 
 import fastipc
-from fastipc import ChildDied, Closed, NotReady, RemoteError, ReplyTimeout, WorkerDied
+from fastipc import ChildDied, Closed, NotReady, RemoteError, ReplyTimeout, WorkerDied, processes
 from fastipc.executor import InProcessExecutor, MultiprocExecutor, Worker, make_executor
 from fastipc.settings import settings
 
@@ -550,6 +550,45 @@ def test_shutdown_of_a_stopped_worker():
         "exited with code 0",
         "was killed by SIGKILL",
     ]
+
+
+@pytest.mark.parametrize("at", ["_monitor.stop", "_out.close", "processes.stop"])
+def test_a_shutdown_that_was_interrupted_is_taken_up(at, monkeypatch):
+    executor = MultiprocExecutor(Probe, 2, start_method="fork")
+    try:
+        executor.collective_rpc("nap", (1000,), non_block=True)
+        where, what = at.split(".")
+        owner = processes if where == "processes" else getattr(executor, where)
+
+        def interrupt(*args, **kwargs):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, what, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                executor.shutdown()
+        with pytest.raises(Closed):
+            executor.collective_rpc("echo")
+        assert executor.children[0].is_alive()
+        for _ in range(2):
+            executor.shutdown(graceful=0.0, terminate=60.0)
+            assert [child.describe_exit() for child in executor.children] == [
+                "ended at SIGTERM",
+                "ended at SIGTERM",
+            ]
+    finally:
+        processes.stop(executor.children, graceful=0.0)
+
+
+def test_a_shutdown_takes_up_what_another_threads_waits_for():
+    executor = MultiprocExecutor(Probe, 2, start_method="fork")
+    executor.collective_rpc("nap", (1000,), non_block=True)
+    patient = threading.Thread(target=executor.shutdown, kwargs={"graceful": 1000.0})
+    patient.start()
+    eventually(lambda: all(child.expected for child in executor.children))
+    executor.shutdown(graceful=0.0, terminate=60.0)
+    patient.join()
+    assert not any(child.is_alive() for child in executor.children)
 
 
 def test_shutdown_ends_the_calls_of_other_threads():

@@ -617,8 +617,8 @@ class MultiprocExecutor(Executor):
     def shutdown(self, *, graceful: float = 5.0, terminate: float = 2.0) -> None:
         """Ends the workers: they serve the calls that were sent, then end. Whoever is still there
         gets SIGTERM, and SIGKILL in the end. Calls that wait, and later ones, raise Closed (or
-        WorkerDied, if it was that). May be called again, from any thread; another call of it that
-        is under way is not waited for. Nothing happens in a forked child.
+        WorkerDied, if it was that). May be called again, from any thread: it does what is left,
+        also of a call that is under way or was interrupted. Nothing happens in a forked child.
 
         Args:
             graceful: seconds until SIGTERM.
@@ -627,8 +627,6 @@ class MultiprocExecutor(Executor):
         if self._foreign:
             return
         with self._turn:
-            if self._closed:
-                return
             self._closed = True
             self._turn.notify_all()
         if self._monitor is not None:
