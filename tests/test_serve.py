@@ -33,6 +33,7 @@ for extra in ("starlette", "uvicorn"):
         pytest.skip(f"needs {extra}", allow_module_level=True)
 
 from fastipc.demo import model  # noqa: E402
+from fastipc.server import run  # noqa: E402
 
 # A stream of this many tokens takes seconds: long enough for a test to interfere.
 LONG_TOKENS = 4096
@@ -261,6 +262,83 @@ def test_an_api_server_that_dies_is_started_again(start_child):
     assert server.post({"prompt": "a"})[0] == 200
     server.child.send_signal(signal.SIGTERM)
     assert server.child.wait() == 0
+
+
+# In the parent, and in API servers, something doesn't go as it should; see the tests.
+OUT_OF_ORDER = """
+    import os, sys
+    from fastipc import processes
+    from fastipc.__main__ import main
+    from fastipc.server import run
+
+    def start(target, args, **options):
+        if len(os.listdir(".")) > files and options["name"].startswith("API server"):
+            raise OSError("no more processes")
+        return real_start(target, args, **options)
+
+    async def serve(self, sockets):
+        try:
+            os.close(os.open("raised", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            await real_serve(self, sockets)
+        else:
+            raise ZeroDivisionError("out of order")
+
+    what = sys.argv[1]
+    real_start, real_serve = processes.start, run._HttpServer.serve
+    if what in ("raises", "can't start"):
+        run._HttpServer.serve = serve
+    if __name__ == "__main__":
+        files = len(os.listdir("."))
+        if what == "can't start":
+            processes.start = start
+        if what == "no time":
+            run.ASK_SECONDS = 0.0
+        sys.exit(main(["serve", "--port", "0", "--api-servers", "2", "--restart"]))
+"""
+
+
+def test_an_api_server_that_raises_is_started_again(start_child):
+    child = start_child(OUT_OF_ORDER, "raises")
+    child.wait_for("exited with code 1; it is started again", "stderr")
+    child.wait_for("listening on", "stderr")
+    child.send_signal(signal.SIGTERM)
+    assert child.wait() == 0
+
+
+def test_an_api_server_that_can_not_be_started_again_ends_the_server(start_child):
+    child = start_child(OUT_OF_ORDER, "can't start")
+    assert child.wait() == 1
+    assert re.search(
+        r"API server . can't be started again: no more processes; the server ends", child.stderr
+    )
+
+
+def test_metrics_when_no_api_server_answers_in_time(start_child):
+    child = start_child(OUT_OF_ORDER, "no time")
+    port = int(child.wait_for("listening on", "stderr").rsplit(":", 1)[1])
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+        connection.request("GET", "/metrics")
+        answer = connection.getresponse()
+        assert answer.status == 200
+        assert b"\nfastipc_api_servers 1.0\n" in answer.read()
+    child.send_signal(signal.SIGTERM)
+    assert child.wait() == 0
+
+
+def test_a_free_port_is_kept_from_the_start(monkeypatch):
+    bound = []
+
+    class Socket(socket.socket):
+        def bind(self, where):
+            bound.append(where)
+            super().bind(where)
+
+    monkeypatch.setattr(socket, "socket", Socket)
+    options = run.Options("127.0.0.1", 0, 1, 1, 2, False, "")
+    with run._bind(options)[0] as sock:
+        assert bound == [("127.0.0.1", 0)]
+        run._sharing(sock.family, sock.getsockname()).close()
 
 
 @pytest.mark.parametrize("api_servers", [1, 2])

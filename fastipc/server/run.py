@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import uvicorn
 
-from fastipc import ChildDied, IPCError, processes
+from fastipc import ChildDied, EngineDeadError, IPCError, processes
 from fastipc.demo.core import DemoConfig, DemoCore
 from fastipc.engine import AsyncEngineClient, ClientSpec, EngineGroup, launch
 from fastipc.engine.group import clean_up_when_orphaned
@@ -52,6 +52,9 @@ ASK_SECONDS = 1.0
 # An API server that dies more often than this in a minute is not started again.
 RESTARTS = 5
 BACKLOG = 2048
+# The exit code of an API server that has reported an engine's death. (1 is Python's for whatever is
+# not caught.)
+ENGINE_DEAD_EXIT = 3
 
 
 class Options(NamedTuple):
@@ -192,19 +195,22 @@ def _bind(options: Options) -> tuple[socket.socket, str]:
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         family, kind, protocol, _, where = found[0]
-        # First one that shares with nobody: another server's port would be shared in silence.
+        # First one that shares with nobody: another server's port would be shared in silence. (Any
+        # that is free is nobody's.)
         sock = socket.socket(family, kind, protocol)
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if options.api_servers > 1 and options.port == 0:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             sock.bind(where)
             where = sock.getsockname()
-            if options.api_servers > 1:
+            if options.api_servers == 1:
+                sock.listen(BACKLOG)
+            elif options.port != 0:
                 sock.close()
                 sock = socket.socket(family, kind, protocol)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 sock.bind(where)
-            else:
-                sock.listen(BACKLOG)
         except BaseException:
             sock.close()
             raise
@@ -255,7 +261,7 @@ class _ApiServer:
         self._client = client
         self._gather = gather
         self.service = Service(client, self._metrics)
-        self.exitcode = 0
+        self._engine_died = False
         self._signals = 0
         self._stalls: asyncio.Task[None] | None = None
         self._server = _HttpServer(
@@ -276,8 +282,8 @@ class _ApiServer:
     async def _metrics(self) -> bytes | None:
         if not metrics.available():
             return None
-        snapshots = [self.snapshot()] if self._gather is None else await self._gather()
-        return metrics.text(snapshots)
+        snapshots = [] if self._gather is None else await self._gather()
+        return metrics.text(snapshots or [self.snapshot()])  # (nobody's came in time)
 
     def on_signal(self, number: int) -> None:
         """The first lets running answers finish, the second does not."""
@@ -322,8 +328,8 @@ class _ApiServer:
                 seen[transport] = size, since
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def run(self) -> int:
-        """Serves until told to end, or an engine is dead for good. Returns 0 or 1."""
+    async def run(self) -> bool:
+        """Serves until told to end, or an engine is dead for good. Whether it was that."""
         watch = asyncio.create_task(self._watch())
         try:
             await self._server.serve([self._listener])
@@ -331,7 +337,7 @@ class _ApiServer:
             watch.cancel()
             if self._stalls is not None:
                 self._stalls.cancel()
-        return self.exitcode
+        return self._engine_died
 
     async def _watch(self) -> None:
         dead: set[int] = set()
@@ -346,7 +352,7 @@ class _ApiServer:
                     dead.add(index)
                     _say(f"engine {index} (pid {engine.pid}) is dead: {engine.reason}")
                 if engine.final and not engine.alive:
-                    self.exitcode = 1
+                    self._engine_died = True
                     await asyncio.sleep(DEAD_SECONDS)
                     self._drain()
                     await asyncio.sleep(DEAD_DRAIN_SECONDS)
@@ -381,7 +387,7 @@ async def _alone(spec: ClientSpec, listener: socket.socket, address: str, told: 
             server = _ApiServer(client, listener, None)
             _say(f"API server 0 is pid {os.getpid()}, {_pids(client)}")
             _say(f"listening on {address}")
-            return await server.run()
+            return 1 if await server.run() else 0
 
 
 # -- several API servers ---------------------------------------------------------------------------
@@ -397,7 +403,7 @@ def _api_server_main(spec: ClientSpec, family: int, where: Any, pipe: Connection
         code = 0
     except IPCError as error:
         _say(f"API server {spec.client_index} (pid {os.getpid()}) ends: {error}")
-        code = 1
+        code = ENGINE_DEAD_EXIT if isinstance(error, EngineDeadError) else 1
     sys.exit(code)
 
 
@@ -442,7 +448,7 @@ async def _one_of_several(spec: ClientSpec, family: int, where: Any, pipe: Conne
         async with AsyncEngineClient(spec, timeout=READY_SECONDS) as client:
             server = _ApiServer(client, _sharing(family, where), gather)
             processes.ready(_pids(client))
-            return await server.run()
+            return ENGINE_DEAD_EXIT if await server.run() else 0
     finally:
         loop.remove_reader(pipe.fileno())
 
@@ -510,16 +516,20 @@ class _Parent:
 
     def _start(self, index: int) -> None:
         ours, theirs = Pipe()
-        with theirs:
-            self._servers[index] = processes.start(
-                _api_server_main,
-                (self._group.clients[index], self._family, self._where, theirs),
-                name=f"API server {index}",
-                api_server=True,
-                # A terminal or a service manager sends signals to all processes. This one passes
-                # them on through the pipe, so that each counts once.
-                ends_at_sigterm=False,
-            )
+        try:
+            with theirs:
+                self._servers[index] = processes.start(
+                    _api_server_main,
+                    (self._group.clients[index], self._family, self._where, theirs),
+                    name=f"API server {index}",
+                    api_server=True,
+                    # A terminal or a service manager sends signals to all processes. This one
+                    # passes them on through the pipe, so that each counts once.
+                    ends_at_sigterm=False,
+                )
+        except BaseException:
+            ours.close()
+            raise
         self._pipes[index] = ours
         asyncio.get_running_loop().add_reader(ours.fileno(), self._on_pipe, index)
 
@@ -547,13 +557,20 @@ class _Parent:
             self._answered(index, key, None)
         if not self._stopping:
             how = f"{child.name} (pid {child.pid}) {child.describe_exit()}"
-            # Exit code 1 is an engine's death, which the API server has reported.
-            if self._options.restart and child.exitcode != 1 and self._may_restart(index):
+            if (
+                self._options.restart
+                and child.exitcode != ENGINE_DEAD_EXIT
+                and self._may_restart(index)
+            ):
                 _say(f"{how}; it is started again")
-                self._start(index)
-                assert self._monitor is not None
-                self._monitor.add(self._servers[index])
-                return
+                try:
+                    self._start(index)
+                except (OSError, RuntimeError) as error:  # there are no more processes, say
+                    how = f"{child.name} can't be started again: {error}"
+                else:
+                    assert self._monitor is not None
+                    self._monitor.add(self._servers[index])
+                    return
             _say(f"{how}; the server ends")
             self.exitcode = 1
             self._stop(signal.SIGTERM)
