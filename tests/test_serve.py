@@ -462,6 +462,38 @@ def test_half_a_request_does_not_keep_the_server(start_child):
     assert "Traceback" not in server.child.stderr
 
 
+def test_a_connection_that_comes_late_does_not_keep_the_server(start_child):
+    """After uvicorn has looked which are idle, and before it has stopped listening, say."""
+    child = start_child(
+        """
+        import asyncio, sys
+        from fastipc.__main__ import main
+        from fastipc.server import run
+
+        async def shutdown(self, sockets):
+            state = self.server_state
+            late, state.connections = state.connections, set()
+            asyncio.get_running_loop().call_soon(setattr, state, "connections", late)
+            await real_shutdown(self, sockets)
+
+        real_shutdown, run._HttpServer.shutdown = run._HttpServer.shutdown, shutdown
+        if __name__ == "__main__":
+            sys.exit(main(["serve", "--port", "0"]))
+        """
+    )
+    port = int(child.wait_for("listening on", "stderr").rsplit(":", 1)[1])
+    with contextlib.ExitStack() as stack:
+        for said in (b"", b"GET /health HTTP/1.1\r\n"):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            client.sendall(said)
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+            connection.request("GET", "/health")
+            connection.getresponse().read()  # so the others have been accepted as well
+            child.send_signal(signal.SIGTERM)
+            assert child.wait() == 0
+    assert "Traceback" not in child.stderr
+
+
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_client_that_does_not_read_does_not_keep_the_server(start_child, signals):
     child = start_child(

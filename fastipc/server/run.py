@@ -296,29 +296,30 @@ class _ApiServer:
         self.service.drain()
         self._server.should_exit = True
         if self._stalls is None:
-            self._stalls = asyncio.create_task(self._give_up_stalled())
+            self._stalls = asyncio.create_task(self._see_off())
 
     def _force(self) -> None:
         self._server.force_exit = True
         # Each answer ends as when its client goes away.
-        for transport in self._transports():
-            if transport.get_write_buffer_size():
-                transport.abort()  # close would wait until the client has read
+        for connection in list(self._server.server_state.connections):
+            if connection.transport.get_write_buffer_size():
+                connection.transport.abort()  # close would wait until the client has read
             else:
-                transport.close()
+                connection.transport.close()
 
-    def _transports(self) -> list[asyncio.Transport]:
-        return [connection.transport for connection in self._server.server_state.connections]
-
-    async def _give_up_stalled(self) -> None:
-        """Ends connections whose clients don't read: nothing else would, nor is all sent when the
-        answer is complete."""
+    async def _see_off(self) -> None:
+        """Ends connections that would keep the server: that were made after uvicorn has ended those
+        that are idle, and have no request; and whose clients don't read. (Not all is sent when an
+        answer is complete.)"""
         loop = asyncio.get_running_loop()
         seen: dict[asyncio.Transport, tuple[int, float]] = {}
         while True:
             now = loop.time()
             before, seen = seen, {}
-            for transport in self._transports():
+            for connection in list(self._server.server_state.connections):
+                transport = connection.transport
+                if not transport.is_closing():
+                    connection.shutdown()
                 size = transport.get_write_buffer_size()
                 last, since = before.get(transport, (0, now))
                 if not size or size < last:
