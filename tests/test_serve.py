@@ -433,6 +433,29 @@ def test_a_signal_at_any_moment_is_a_good_end(start_child, moment, api_servers, 
         assert re.match(r"fastipc serve: (.* is pid \d+|listening on )", line), child.stderr
 
 
+@pytest.mark.parametrize("api_servers", ["1", "2"])
+def test_a_signal_that_another_thread_gets(start_child, tmp_path, api_servers):
+    child = start_child(
+        """
+        import os, signal, sys, threading, time
+        from fastipc.__main__ import main
+
+        def tell():
+            while not os.path.exists("now"):
+                time.sleep(0.01)
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+        if __name__ == "__main__":
+            threading.Thread(target=tell, daemon=True).start()
+            sys.exit(main(["serve", "--port", "0", "--api-servers", sys.argv[1]]))
+        """,
+        api_servers,
+    )
+    child.wait_for("listening on", "stderr")
+    (tmp_path / "now").touch()
+    assert child.wait() == 0
+
+
 def test_ctrl_c_twice_does_not_wait_for_streams(start_child):
     server = Server(start_child)
     stream = Stream(server, prompt="a", max_tokens=LONG_TOKENS)

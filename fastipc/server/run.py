@@ -124,12 +124,22 @@ class _Signals:
         """The running event loop calls function(number) for each signal."""
         loop = asyncio.get_running_loop()
         self._call = lambda number: loop.call_soon_threadsafe(function, number)
-        if self.first is not None:  # what was raised may have been lost, in a __del__ say
-            function(self.first)
-        try:
-            yield
-        finally:
-            self._call = lambda number: None
+        # A signal may come to another thread, or when this one is just about to fall asleep: what
+        # the interpreter writes at once wakes the loop, and so has its handler called.
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.setblocking(False)
+            theirs.setblocking(False)
+            loop.add_reader(ours, ours.recv, 4096)
+            before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+            try:
+                if self.first is not None:  # what was raised may have been lost, in a __del__ say
+                    function(self.first)
+                yield
+            finally:
+                self._call = lambda number: None
+                signal.set_wakeup_fd(before)
+                loop.remove_reader(ours)
 
 
 def serve(options: Options) -> int:
