@@ -664,11 +664,78 @@ def test_garbage_on_the_channels_is_survived(client):
     with zmq.Context() as ctx, ctx.socket(zmq.PUSH) as push, ctx.socket(zmq.DEALER) as dealer:
         push.connect(core._pull.getsockopt_string(zmq.LAST_ENDPOINT))
         dealer.connect(core._router.getsockopt_string(zmq.LAST_ENDPOINT))
-        for junk in (b"junk", b"\x94\x00\x01\x01\x90", protocol.ENGINE_CORE_DEAD):
+        no_engine = [
+            msgspec.msgpack.encode(protocol.Ready(protocol.PROTOCOL, i, 1, 1, "h", "b", 1, False))
+            for i in (70_000, -1)
+        ]
+        for junk in (b"junk", b"\x94\x00\x01\x01\x90", protocol.ENGINE_CORE_DEAD, *no_engine):
             push.send(junk)
             dealer.send(junk)
-        assert client.call("add", 1) == 2
+        assert client.call("add", 1, timeout=30) == 2
     assert tokens(client.generate(Request("a", 2))) == [1, 2]
+
+
+def break_(core, monkeypatch):
+    """Have the next message of an engine be one too many for the front end."""
+
+    def broken(frames):
+        raise ZeroDivisionError("nobody foresaw this")
+
+    monkeypatch.setattr(core, "_take", broken)
+
+
+def test_a_client_whose_thread_fails_says_so_to_all_who_wait(monkeypatch, caplog):
+    with EngineClient.launch(CountingCore, {"step_seconds": 0.01}, timeout=60) as client:
+        streams = [client.add_request(Request(f"r{i}", 1 << 40)) for i in range(3)]
+        assert [stream.get().token for stream in streams] == [1, 1, 1]
+        (call,) = client.call_async("nap", 0)
+        call.result()
+        with client._lock:
+            (call,) = client.call_async("add", 1)
+            break_(client._core, monkeypatch)
+        for wait in (call.result, *(lambda s=s: list(s) for s in streams)):
+            with pytest.raises(fastipc.Closed, match="ZeroDivisionError: nobody foresaw") as caught:
+                wait()
+            assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        for use in (
+            lambda: client.add_request(Request("later")),
+            lambda: client.call("add", 1),
+            client.wait_until_ready,
+        ):
+            with pytest.raises(fastipc.Closed, match="make another") as caught:
+                use()
+            assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "an engine client has failed" in caplog.text
+    assert "in broken" in caplog.text
+
+
+def test_an_async_client_whose_callback_fails_says_so_to_all_who_wait(monkeypatch, caplog):
+    async def main():
+        launched = AsyncEngineClient.launch(CountingCore, {"step_seconds": 0.01}, timeout=60)
+        async with launched as client:
+            streams = [client.add_request(Request(f"r{i}", 1 << 40)) for i in range(3)]
+            assert [(await stream.get()).token for stream in streams] == [1, 1, 1]
+
+            async def use_up(stream):
+                async for _ in stream:
+                    pass
+
+            waits = [asyncio.create_task(use_up(stream)) for stream in streams]
+            waits.append(asyncio.create_task(client.call("nap", 0.2)))
+            await asyncio.sleep(0)  # they have begun
+            break_(client._core, monkeypatch)
+            for error in await asyncio.gather(*waits, return_exceptions=True):
+                assert isinstance(error, fastipc.Closed)
+                assert "ZeroDivisionError: nobody foresaw" in str(error)
+                assert isinstance(error.__cause__, ZeroDivisionError)
+            with pytest.raises(fastipc.Closed, match="make another"):
+                client.add_request(Request("later"))
+            with pytest.raises(fastipc.Closed, match="make another"):
+                await client.wait_until_ready()
+
+    run(main())
+    assert "an engine client has failed" in caplog.text
+    assert "in broken" in caplog.text
 
 
 def test_outputs_that_went_missing_fail_what_they_belonged_to(client):

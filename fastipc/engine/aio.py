@@ -254,9 +254,7 @@ class AsyncEngineClient:
         self._closed = True
         if self._tick is not None:
             self._tick.cancel()
-        for fd in self._fds:
-            self._loop.remove_reader(fd)
-        self._fds.clear()
+        self._drop_readers()
         if self._opened is not None:
             self._opened.close()
         if self._changed is not None:
@@ -407,7 +405,7 @@ class AsyncEngineClient:
     def _ask_for_news(self) -> None:
         self._asking = False
         core = self._opened
-        if core is not None and core.closed is None and core.has_news():
+        if core is not None and core.closed is None and self._attempt(core, core.has_news):
             self._pump()
 
     def _on_change(self) -> None:
@@ -415,23 +413,47 @@ class AsyncEngineClient:
         self._changed.set()
         if self._opened is None or self._closed:
             return
+        if self._opened.closed is not None:
+            # The loop must not take a descriptor that is opened next for one of them.
+            self._drop_readers()
         for socket, reader in self._opened.sockets.items():
             fd = socket.FD
             if fd not in self._fds:
                 self._fds.add(fd)
                 self._loop.add_reader(fd, self._pump_one, reader)
 
+    def _drop_readers(self) -> None:
+        for fd in self._fds:
+            self._loop.remove_reader(fd)
+        self._fds.clear()
+
+    def _attempt(self, core: FrontEndCore, what: Callable[[], Any]) -> Any:
+        """For callbacks of the loop: it would log an exception and go on, and so would everybody
+        wait on who waits for what it was about to bring."""
+        try:
+            return what()
+        except BaseException as error:
+            self._drop_readers()
+            core.fail(error)
+            if not isinstance(error, Exception):
+                raise  # which ends the loop
+            return False
+
     def _on_tick(self) -> None:
-        if not self._closed and self._opened is not None and self._opened.closed is None:
-            self._opened.tick()
-            if self._opened.has_news():  # whose signal the tick's sending may have taken up
+        core = self._opened
+        if not self._closed and core is not None and core.closed is None:
+            self._attempt(core, core.tick)
+            # (whose signal the tick's sending may have taken up)
+            if core.closed is None and self._attempt(core, core.has_news):
                 self._pump()
             self._tick = self._loop.call_later(TICK_SECONDS, self._on_tick)
 
     def _pump_one(self, reader: Callable[[], bool]) -> None:
         """The descriptor of one socket has become readable."""
         core = self._opened
-        if core is not None and core.closed is None and reader() and not self._pumping:
+        if core is None or core.closed is not None:
+            return
+        if self._attempt(core, reader) and not self._pumping:
             # There is more: after the tasks that have something to do now.
             self._pumping = True
             self._loop.call_soon(self._pump)
@@ -441,7 +463,7 @@ class AsyncEngineClient:
         core = self._opened
         if core is None or core.closed is not None:
             return
-        if core.pump():
+        if self._attempt(core, core.pump):
             # There is more: after the tasks that have something to do now.
             self._pumping = True
             self._loop.call_soon(self._pump)

@@ -75,7 +75,8 @@ class OutputStream(Generic[OutputT]):
             Empty: `timeout` seconds passed. The next call works.
             Closed: there was the last one, or the request was aborted.
             EngineDeadError, RequestFailed, SlowConsumer, Closed: the request is lost; again at
-                each call.
+                each call. Closed when the client was closed or has failed, with what it failed by
+                as ``__cause__``.
         """
         if self._ended:
             raise self._error or Closed(f"request {self.request_id!r} has no more outputs")
@@ -136,7 +137,8 @@ class PendingCall:
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the result.
 
-        Raises Empty after `timeout` seconds, RequestFailed when the method raised, EngineDeadError.
+        Raises Empty after `timeout` seconds, RequestFailed when the method raised, EngineDeadError,
+        Closed when the client was closed or has failed.
         """
         if not self._done.wait(timeout):
             raise Empty(f"{self._what} has not returned within {timeout:g} s")
@@ -161,7 +163,9 @@ class EngineClient:
         EngineDeadError: an engine ended before it was ready.
         HandleMismatch: the group speaks another version, or has no such front end.
 
-    A thread receives. After a fork the client is its parent's. Closing it aborts what is under way.
+    A thread receives. Should it fail, the client is closed: what is under way, and every later
+    call, raises Closed with the failure as ``__cause__``. After a fork the client is its parent's.
+    Closing it aborts what is under way.
     """
 
     def __init__(
@@ -312,7 +316,8 @@ class EngineClient:
         Returns its result; of all engines, a list by index, if there are several and `engine` is
         None. Arguments and results are what the codec carries.
 
-        Raises RequestFailed when the method raised, EngineDeadError, Empty after `timeout` seconds.
+        Raises RequestFailed when the method raised, EngineDeadError, Empty after `timeout` seconds,
+        Closed when the client was closed or has failed.
         """
         end = None if timeout is None else time.monotonic() + timeout
         calls = self.call_async(method, *args, engine=engine, **kwargs)
@@ -413,6 +418,16 @@ def _receive(reference: weakref.ref[EngineClient]) -> None:
         return
     wake, lock, core = client._wake, client._lock, client._core
     del client
+    try:
+        _pump_until_closed(reference, wake, lock, core)
+    except BaseException as error:
+        with lock:
+            core.fail(error)
+
+
+def _pump_until_closed(
+    reference: weakref.ref[EngineClient], wake: Wake, lock: threading.RLock, core: FrontEndCore
+) -> None:
     poller = select.poll()
     poller.register(wake.fd, select.POLLIN)
     readers: dict[int, Any] = {}

@@ -294,25 +294,39 @@ class FrontEndCore:
         if self.closed is not None:
             return
         self.closed = error or Closed("the engine client is closed")
-        with contextlib.suppress(IPCError, zmq.ZMQError):
-            by_engine: dict[int, list[str]] = {}
-            for request_id, entry in self.requests.items():
-                if entry.engine.alive:
-                    by_engine.setdefault(entry.engine.index, []).append(request_id)
-            for engine, ids in by_engine.items():
-                self._send(self.engines[engine], ABORT, [msgspec.msgpack.encode(Aborts(ids))])
-        self._fail_all(lambda entry: self.closed)  # type: ignore[arg-type,return-value]
-        # Aborts still go out, if the engine is there to take them.
-        for socket in self.sockets:
-            socket.close(linger=100)
-        self.sockets.clear()
-        self._ctx.term()
+        try:
+            with contextlib.suppress(IPCError, zmq.ZMQError):
+                by_engine: dict[int, list[str]] = {}
+                for request_id, entry in self.requests.items():
+                    if entry.engine.alive:
+                        by_engine.setdefault(entry.engine.index, []).append(request_id)
+                for engine, ids in by_engine.items():
+                    self._send(self.engines[engine], ABORT, [msgspec.msgpack.encode(Aborts(ids))])
+        finally:
+            self._fail_all(lambda entry: self.closed)  # type: ignore[arg-type,return-value]
+            # Aborts still go out, if the engine is there to take them.
+            for socket in self.sockets:
+                socket.close(linger=100)
+            self.sockets.clear()
+            self._ctx.term()
+
+    def fail(self, error: BaseException) -> None:
+        """Close because of an exception that nobody foresaw, in whatever drives this: nothing is
+        received any more, so what is under way must not wait for it."""
+        logger.error("an engine client has failed", exc_info=error)
+        reason = Closed(
+            f"the engine client has failed, and is closed: {type(error).__name__}: {error}. Close "
+            "it, and make another"
+        )
+        reason.__cause__ = error
+        self.close(reason)
+        self.on_change()
 
     def check_open(self) -> None:
         if self.closed is not None:
             if isinstance(self.closed, EngineDeadError):
                 raise EngineDeadError(str(self.closed), self.closed.engine, self.closed.exitcode)
-            raise type(self.closed)(str(self.closed))
+            raise type(self.closed)(str(self.closed)) from self.closed.__cause__
 
     # -- being ready -------------------------------------------------------------------------------
 
@@ -636,7 +650,8 @@ class FrontEndCore:
                 ready = self._ready_decoder.decode(frames[1])
                 if frames[0] != identity(ready.engine):
                     raise DecodeError(f"it says it is engine {ready.engine}, under another's name")
-            except (DecodeError, msgspec.MsgspecError, IndexError) as error:
+            except (DecodeError, msgspec.MsgspecError, IndexError, OverflowError) as error:
+                # (an index that is none doesn't fit into an identity)
                 logger.warning("a message that is not of an engine: %s", error)
                 continue
             self._take_ready(ready)
