@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 
 from fastipc.engine import EngineCore
+from fastipc.engine.intake import Intake
+from fastipc.engine.outbox import Outbox
 
 
 class Request(msgspec.Struct):
@@ -129,6 +131,14 @@ class CountingCore(EngineCore):
         """Bytes of this process that are in memory."""
         with open("/proc/self/statm") as statm:
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    def break_thread(self, owner: str, method: str) -> None:
+        """The engine's next call of that method, in whichever thread, raises."""
+
+        def broken(*args: Any) -> Any:
+            raise ZeroDivisionError("nobody foresaw this")
+
+        setattr({"Intake": Intake, "Outbox": Outbox}[owner], method, broken)
 
     def unsendable(self) -> Any:
         return object()

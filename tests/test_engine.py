@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import pickle
 import random
@@ -423,6 +424,21 @@ def test_a_step_that_raises_ends_the_engine_with_its_traceback():
         assert "exited with code 1" in str(caught.value)
         assert caught.value.exitcode == 1
         assert "in step" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"), [("Intake", "_take"), ("Outbox", "_flush"), ("Outbox", "_put")]
+)
+def test_an_engine_whose_thread_fails_ends_and_says_why(owner, method):
+    with EngineClient.launch(CountingCore, {"step_seconds": 0.01}, timeout=60) as client:
+        stream = client.add_request(Request("a", 1 << 40))
+        stream.get()
+        with contextlib.suppress(EngineDeadError):  # its own answer may be what can't be sent
+            client.call("break_thread", owner, method)
+            client.call("add", 1)
+        with pytest.raises(EngineDeadError, match="ZeroDivisionError: nobody foresaw") as caught:
+            list(stream)
+        assert caught.value.exitcode == 1
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -98,7 +98,7 @@ class Intake(threading.Thread):
     """Puts into `inbox` what the engine's loop is to do:
     ("add", client, (received, wave, request)), ("abort", client, ids), ("call", client, Call),
     ("gone", client, None), ("refuse", client, (id, error)), ("wave", 0, Wave),
-    ("start_wave", client, wave), ("stop", 0, reason).
+    ("start_wave", client, wave), ("stop", 0, reason), ("fail", 0, error) when it has failed itself.
     """
 
     def __init__(
@@ -210,7 +210,9 @@ class Intake(threading.Thread):
                         self._again.add(fd)
         except BaseException as error:
             logger.exception("the engine's input thread failed")
-            self._inbox.put(("stop", 0, f"its input thread failed: {error!r}"))
+            failure = RuntimeError("the engine's input thread failed")
+            failure.__cause__ = error
+            self._inbox.put(("fail", 0, failure))
 
     def _from_control(self) -> bool:
         while True:

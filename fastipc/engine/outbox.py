@@ -98,6 +98,7 @@ class Outbox(threading.Thread):
         self._buffers = BufferPool()
         self._reports: Any = None
         self._room = threading.Semaphore(_UNSENT_BATCHES)
+        self._linger_ms: int | None = None  # what "stop" said
         self.failed: BaseException | None = None
 
     # -- calls from other threads ------------------------------------------------------------------
@@ -123,7 +124,8 @@ class Outbox(threading.Thread):
                     return
             finally:
                 self._mine.release()
-        self._room.acquire()
+        if self.failed is None:
+            self._room.acquire()
         self._leave_word("batch", client, batch)
 
     def credit(self, client: int, epoch: int, number: int) -> None:
@@ -176,7 +178,23 @@ class Outbox(threading.Thread):
             self.failed = error
             logger.exception("the engine's output thread failed")
             self._tell("failed", 0)
-            self._room.release(1 << 30)  # nobody is to wait for this thread any more
+            self._room.release()  # for who waits already; nobody else will
+            self._last_words()
+
+    def _last_words(self) -> None:
+        """After a failure: tell front ends why the engine ends, as far as that is possible."""
+        while self._linger_ms is None:
+            what, client, item = self._words.get()
+            with self._mine:
+                if what == "dead":
+                    try:
+                        self._obey(what, client, item)
+                    except Exception:
+                        logger.exception("front ends can't be told that the engine ends")
+                elif what == "stop":
+                    self._linger_ms = client
+        with self._mine:
+            self._close()
 
     def _take_words(self) -> bool:
         """Do all that there is to do; False after "stop"."""
@@ -193,16 +211,21 @@ class Outbox(threading.Thread):
                 else:
                     batches[client] = item
                 continue
+            if what == "stop":
+                self._linger_ms = client
             self._flush(batches)
             if what == "stop":
-                for peer in self._peers.values():
-                    peer.socket.close(linger=client)
-                if self._reports is not None:
-                    self._reports.close(linger=client)
+                self._close()
                 return False
             self._obey(what, client, item)
         self._flush(batches)
         return True
+
+    def _close(self) -> None:
+        for peer in self._peers.values():
+            peer.socket.close(linger=self._linger_ms)
+        if self._reports is not None:
+            self._reports.close(linger=self._linger_ms)
 
     def _obey(self, what: str, client: int, item: Any) -> None:
         if what == "credit":
