@@ -25,6 +25,7 @@ from support import NIGHTLY, eventually, forever
 import fastipc
 from fastipc import EngineDeadError, RequestFailed, SlowConsumer, TooManyRequests, sockets
 from fastipc.engine import AsyncEngineClient, ClientSpec, EngineClient, EngineCore, launch, protocol
+from fastipc.engine import group as group_module
 from fastipc.engine.core import check_core_class
 
 METHODS = ["fork", "spawn", "forkserver"]
@@ -752,6 +753,27 @@ def test_an_async_client_whose_callback_fails_says_so_to_all_who_wait(monkeypatc
     run(main())
     assert "an engine client has failed" in caplog.text
     assert "in broken" in caplog.text
+
+
+def test_the_control_thread_outlives_what_nobody_foresaw(monkeypatch, caplog):
+    def broken(message):
+        if message == b"strange" or isinstance(message, protocol.Exited):
+            raise ZeroDivisionError("nobody foresaw this")
+        return original[type(message) is bytes](message)
+
+    original = {False: group_module.encode_control, True: group_module.decode_control}
+    monkeypatch.setattr(group_module, "decode_control", broken)
+    monkeypatch.setattr(group_module, "encode_control", broken)
+    with launch(CountingCore) as group:
+        with zmq.Context() as ctx, ctx.socket(zmq.DEALER) as dealer:
+            dealer.connect(group.control[0])
+            dealer.send(b"strange")
+            eventually(lambda: "can't be read" in caplog.text)
+        eventually(lambda: group._heard)  # else there is nobody to be told
+        group._tell(("exited", protocol.Exited(0, "it did not", None, False, 0)))
+        eventually(lambda: "front ends (exited) failed" in caplog.text)
+        with EngineClient(group.clients[0], timeout=60) as client:
+            assert client.call("add", 1) == 2
 
 
 def test_outputs_that_went_missing_fail_what_they_belonged_to(client):

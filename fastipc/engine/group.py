@@ -551,23 +551,35 @@ class EngineGroup:
 
         every = PROBE_SECONDS if self._external and self._core_class.lockstep else None
         probed = time.monotonic()
+
+        def obey(what: str, item: Any) -> None:
+            if ending is not None and what == "end":
+                send_all(ending)
+            elif what == "coordinator":
+                for to in [*engines, *(who for who, _ in front_ends.values())]:
+                    send(to, welcome())
+            else:
+                send_all(item)
+
         while True:
             ready = dict(poller.poll(None if every is None else round(every * 1000)))
             if every is not None and time.monotonic() - probed >= every:
                 probed = time.monotonic()
-                probe()
+                try:
+                    probe()
+                except Exception:
+                    logger.exception("probing the engines that are elsewhere failed")
             if self._words.fd in ready:
                 for what, item in self._words.take():
                     if what == "stop":
                         return
                     if what == "end":
                         ending = Ended(item or "")
-                        send_all(ending)
-                    elif what == "coordinator":
-                        for to in [*engines, *(who for who, _ in front_ends.values())]:
-                            send(to, welcome())
-                    else:
-                        send_all(item)
+                    # Without this thread everybody would wait for ever: it outlives a failure.
+                    try:
+                        obey(what, item)
+                    except Exception:
+                        logger.exception("telling engines and front ends (%s) failed", what)
             if self._control in ready:
                 while True:
                     try:
@@ -579,8 +591,14 @@ class EngineGroup:
                     except (msgspec.MsgspecError, IndexError) as error:
                         logger.warning("a bad message at the control socket: %s", error)
                         continue
+                    except Exception:
+                        logger.exception("a message at the control socket that can't be read")
+                        continue
                     if isinstance(message, Hello):
-                        take(frames[0], message)
+                        try:
+                            take(frames[0], message)
+                        except Exception:
+                            logger.exception("welcoming %r failed", message)
 
 
 class _Mailbox:
