@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 
 import zmq
@@ -35,6 +36,7 @@ __all__ = [
     "nudge",
     "open_socket",
     "remaining",
+    "stream_sockets",
 ]
 
 # An idle end is looked at this often, in seconds, whatever its descriptors say: what a lost
@@ -294,13 +296,12 @@ os.register_at_fork(
 )
 
 
-def _tcp_sockets(ports: set[int], peers: set[tuple[str, int]]) -> list[int]:
-    """This process's TCP sockets with one of these ports here, or of these addresses there."""
-    found: list[int] = []
+def stream_sockets() -> Iterator[socket.socket]:
+    """Each stream socket among this process's descriptors, to be looked at until the next comes."""
     try:
         names = os.listdir("/dev/fd")
     except OSError:
-        return found
+        return
     for name in names:
         fd = int(name)
         try:
@@ -310,15 +311,23 @@ def _tcp_sockets(ports: set[int], peers: set[tuple[str, int]]) -> list[int]:
         except OSError:
             continue
         try:
-            tcp = view.family in (socket.AF_INET, socket.AF_INET6)
-            if tcp and view.type == socket.SOCK_STREAM:
-                here = view.getsockname()[1] in ports
-                if here or (peers and view.getpeername()[:2] in peers):
-                    found.append(fd)
-        except OSError:
-            pass  # not connected
+            if view.type == socket.SOCK_STREAM:
+                yield view
         finally:
             view.detach()
+
+
+def _tcp_sockets(ports: set[int], peers: set[tuple[str, int]]) -> list[int]:
+    """This process's TCP sockets with one of these ports here, or of these addresses there."""
+    found: list[int] = []
+    for view in stream_sockets():
+        try:
+            if view.family in (socket.AF_INET, socket.AF_INET6):
+                here = view.getsockname()[1] in ports
+                if here or (peers and view.getpeername()[:2] in peers):
+                    found.append(view.fileno())
+        except OSError:
+            pass  # not connected
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from typing import Any
 
@@ -139,6 +140,13 @@ class CountingCore(EngineCore):
             raise ZeroDivisionError("nobody foresaw this")
 
         setattr({"Intake": Intake, "Outbox": Outbox}[owner], method, broken)
+
+    def fork(self) -> int:
+        """Fork a child that lives until it is killed, and return its pid."""
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+        return pid
 
     def unsendable(self) -> Any:
         return object()

@@ -517,6 +517,107 @@ def test_a_front_end_that_is_killed_frees_the_engine_and_may_come_back(start_chi
             assert tokens(watcher.generate(Request("same id", 2))) == [1, 2]
 
 
+@pytest.mark.parametrize("host", ["", "127.0.0.1", "0.0.0.0", "::1"])
+def test_a_front_end_that_forked_and_is_killed_frees_the_engine(start_child, host):
+    source = """
+        import os, signal, socket, sys
+        from engine_cores import Request
+        from fastipc.engine import EngineClient
+
+        # what is not fastipc's own stays open in a child
+        listener = socket.create_server(("127.0.0.1", 0))
+        mine = [socket.create_connection(listener.getsockname()), listener.accept()[0]]
+        mine += socket.socketpair()
+        client = EngineClient(sys.argv[1], timeout=60)
+        stream = client.add_request(Request("forked", 1 << 40))
+        stream.get()
+        child = os.fork()
+        if child == 0:
+            for i in (0, 2):
+                mine[i].sendall(b"x")
+                assert mine[i + 1].recv(1) == b"x"
+            socket.create_connection(listener.getsockname()).close()
+            print(f"forked {os.getpid()}", flush=True)
+            os.close(1)
+            os.close(2)
+            signal.pause()
+        for _ in stream:
+            pass
+        """
+    env = {"PYTHONPATH": os.path.dirname(__file__)}
+    # (slowly, so that outputs which nobody takes don't abort the request)
+    options = {"step_seconds": 0.005}
+    with launch(CountingCore, options, clients=2, host=host) as group:
+        with EngineClient(group.clients[0], timeout=60) as watcher:
+            child = start_child(source, group.clients[1].to_str(), env=env)
+            forked = int(child.wait_for("forked ").split()[-1])
+            try:
+                assert watcher.call("state")["live"] == ["forked"]
+                child.send_signal(signal.SIGKILL)
+                child.wait()
+                eventually(lambda: watcher.call("state")["live"] == [])
+                assert running(forked)
+            finally:
+                os.kill(forked, signal.SIGKILL)
+
+
+def test_a_forked_child_refuses_and_leaves_its_parent_everything(client):
+    stream = client.add_request(Request("a", 1 << 40))
+    stream.get()
+    (call,) = client.call_async("nap", 0.5)
+    engine = client.engines[0]
+    before = engine.epoch, engine.pid
+    with client._lock:  # as another thread may hold it
+        pid = os.fork()
+    if pid == 0:
+        uses = [
+            lambda: [stream.get() for _ in range(1 << 20)],
+            call.result,
+            lambda: client.add_request(Request("b")),
+            lambda: client.call("add", 1),
+            lambda: client.abort("a"),
+            lambda: client.engines,
+            client.stats,
+            client.histograms,
+            client.wait_until_ready,
+        ]
+        refused = 0
+        for use in uses:
+            try:
+                use()
+            except fastipc.IPCError as error:
+                refused += "process that forked this one" in str(error)
+        client.close()
+        os._exit(refused - len(uses))
+    assert os.waitpid(pid, 0)[1] == 0
+    assert call.result() is None
+    for _ in range(1000):
+        stream.get()
+    assert (engine.epoch, engine.pid) == before
+    stream.abort()
+
+
+def test_nobodys_forked_child_keeps_a_connection():
+    """Neither the launcher's and front end's, nor an engine's."""
+    with launch(CountingCore, engines=2, host="127.0.0.1") as group:
+        with EngineClient(group.clients[0], timeout=60) as client:
+            forked = client.call("fork")
+            forked.append(os.fork())
+            if forked[-1] == 0:
+                signal.pause()
+            try:
+                for pid in (os.getpid(), group.processes[0].pid):
+                    assert psutil.Process(pid).net_connections("tcp")
+                for pid in forked:
+                    # (the child itself closes them, and may not have come to it yet)
+                    eventually(lambda pid=pid: not psutil.Process(pid).net_connections("tcp"))
+                assert client.call("add", 1) == [2, 2]
+            finally:
+                for pid in forked:
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(forked[-1], 0)
+
+
 def test_when_the_launcher_is_killed_everything_ends(start_child, tmp_path):
     child = start_child(
         """

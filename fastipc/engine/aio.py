@@ -82,6 +82,7 @@ class AsyncOutputStream(Generic[OutputT]):
                 raise self._error or Closed(f"request {self.request_id!r} has no more outputs")
             if self._waiter is not None:
                 raise RuntimeError(f"two tasks wait for the outputs of {self.request_id!r}")
+            self._client._check_process()
             waiter = self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await waiter
@@ -392,9 +393,12 @@ class AsyncEngineClient:
     def _core(self) -> FrontEndCore:
         if self._opened is None:
             raise RuntimeError("the client is not open: use `async with client:`")
+        self._check_process()
+        return self._opened
+
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise IPCError("this client is of the process that forked this one: make another")
-        return self._opened
 
     def _after_sending(self) -> None:
         # Once for all that is sent in one turn of the loop: asking costs as much as sending.

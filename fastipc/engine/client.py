@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from ..errors import Closed, Empty, EngineDeadError, IPCError, NotReady
-from ..keeper import Wake
+from ..keeper import Wake, forks
 from ..sockets import PendingSend
 from .core import EngineCore
 from .frontend import EngineState, FrontEndCore
@@ -80,6 +80,7 @@ class OutputStream(Generic[OutputT]):
         """
         if self._ended:
             raise self._error or Closed(f"request {self.request_id!r} has no more outputs")
+        self._client._check_process()
         try:
             output, at = self._queue.get(timeout=timeout)
         except NothingThere:
@@ -122,6 +123,7 @@ class PendingCall:
 
     def __init__(self, what: str) -> None:
         self._what = what
+        self._forks = forks()
         self._done = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
@@ -140,6 +142,8 @@ class PendingCall:
         Raises Empty after `timeout` seconds, RequestFailed when the method raised, EngineDeadError,
         Closed when the client was closed or has failed.
         """
+        if not self._done.is_set() and self._forks != forks():
+            raise IPCError(f"{self._what} is of the process that forked this one")
         if not self._done.wait(timeout):
             raise Empty(f"{self._what} has not returned within {timeout:g} s")
         if self._error is not None:
@@ -164,7 +168,8 @@ class EngineClient:
         HandleMismatch: the group speaks another version, or has no such front end.
 
     A thread receives. Should it fail, the client is closed: what is under way, and every later
-    call, raises Closed with the failure as ``__cause__``. After a fork the client is its parent's.
+    call, raises Closed with the failure as ``__cause__``. After a fork the client is its parent's:
+    the child's copy raises IPCError, and keeps no connection open.
     Closing it aborts what is under way.
     """
 
@@ -184,6 +189,7 @@ class EngineClient:
             spec = ClientSpec.from_str(spec)
         self._max_buffered = max_buffered
         self._pid = os.getpid()
+        self._forks = forks()
         self._core = FrontEndCore(spec, request_type, output_type)
         self._core.max_bytes = max_in_flight_bytes
         self._lock = threading.RLock()
@@ -237,6 +243,7 @@ class EngineClient:
     @property
     def engines(self) -> dict[int, EngineState]:
         """What is known of each engine, by index."""
+        self._check_process()
         with self._lock:
             return dict(self._core.engines)
 
@@ -247,6 +254,7 @@ class EngineClient:
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until every engine is ready; again after one was restarted, for example."""
+        self._check_process()
         began = time.monotonic()
         with self._lock:
             while not self._core.ready():
@@ -277,8 +285,8 @@ class EngineClient:
         stream: OutputStream[Any] = OutputStream(
             self, getattr(request, "request_id", ""), self._max_buffered
         )
+        self._check_process()
         with self._lock:
-            self._check_process()
             chosen, stream.sent = self._core.add(request, stream, engine, copy, created)
             stream.engine = chosen.index
             self._after_sending()
@@ -295,8 +303,8 @@ class EngineClient:
     def abort(self, *request_ids: str) -> None:
         """Give requests up: their streams end, and the engine forgets them. Those that have
         finished are ignored."""
+        self._check_process()
         with self._lock:
-            self._check_process()
             if self._core.closed is not None:
                 return
             for sink in self._core.abort(request_ids):
@@ -331,8 +339,8 @@ class EngineClient:
     ) -> list[PendingCall]:
         """Like ``call``, but returns what to wait for, one for each engine."""
         calls = []
+        self._check_process()
         with self._lock:
-            self._check_process()
             self._core.check_open()
             indices = sorted(self._core.engines) if engine is None else [engine]
             for chosen in [self._core.choose(index) for index in indices]:
@@ -352,12 +360,14 @@ class EngineClient:
         each is alive, and the summaries of its own histograms, at most a second old while there
         are outputs.
         """
+        self._check_process()
         with self._lock:
             return self._core.stats()
 
     def histograms(self) -> dict[str, Any]:
         """The histograms (`fastipc.histogram.Histogram`, copies) that ``stats`` summarises:
         ``stages`` by name; ``engines`` by index and name."""
+        self._check_process()
         with self._lock:
             return self._core.histograms()
 
@@ -402,7 +412,8 @@ class EngineClient:
     # -- inside ------------------------------------------------------------------------------------
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+        # (before the lock is taken, which another of the parent's threads may have held)
+        if self._forks != forks():
             raise IPCError("this client is of the process that forked this one: make another")
 
     def _after_sending(self) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from ..sockets import get_open_zmq_ipc_path, make_zmq_socket
+from ..sockets import get_open_zmq_ipc_path
+from .channels import open_channel
 from .intake import as_curve_client
 from .protocol import (
     PROTOCOL,
@@ -100,13 +101,13 @@ def run_coordinator(control: str, control_key: str, host: str, ready: Any) -> No
 
     def bind(kind: int) -> tuple[Any, str]:
         path = get_open_zmq_ipc_path() if not host else endpoint_of_any_port(host)
-        socket = make_zmq_socket(ctx, path, kind, True, configure=configure)
+        socket = open_channel(ctx, path, kind, True, configure=configure)
         return socket, socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     front_ends, to_front_ends = bind(zmq.XPUB)
     engines, to_engines = bind(zmq.XPUB)
     reports, to_reports = bind(zmq.PULL)
-    group = make_zmq_socket(ctx, control, zmq.DEALER, False, configure=as_curve_client(control_key))
+    group = open_channel(ctx, control, zmq.DEALER, False, configure=as_curve_client(control_key))
     group.send(encode_control(Hello(PROTOCOL, os.getpid())))
     decode = msgspec.msgpack.Decoder(Report).decode
     encode = msgspec.msgpack.Encoder().encode

@@ -37,7 +37,8 @@ from ..errors import (
 from ..histogram import Histogram
 from ..hostinfo import boot_id
 from ..remote_end import curve_key_pair
-from ..sockets import PendingSend, get_open_zmq_ipc_path, make_zmq_socket, send_frames
+from ..sockets import PendingSend, get_open_zmq_ipc_path, send_frames
+from .channels import open_channel
 from .coordinator import endpoint_of_any_port
 from .intake import EVENTS, NOBLOCK, POLLIN, RCVMORE, as_curve_client, keep_alive
 from .protocol import (
@@ -268,7 +269,7 @@ class FrontEndCore:
 
         def bind(kind: int, **options: Any) -> tuple[Any, str]:
             path = endpoint_of_any_port(wildcard) if host else get_open_zmq_ipc_path()
-            socket = make_zmq_socket(self._ctx, path, kind, True, configure=serve, **options)
+            socket = open_channel(self._ctx, path, kind, True, configure=serve, **options)
             end = socket.getsockopt_string(zmq.LAST_ENDPOINT)
             if host:
                 end = addresses.endpoint(host, addresses.split_endpoint(end)[1])
@@ -276,7 +277,7 @@ class FrontEndCore:
 
         self._router, requests = bind(zmq.ROUTER, router_handover=True)
         self._pull, outputs = bind(zmq.PULL)
-        self._control = make_zmq_socket(
+        self._control = open_channel(
             self._ctx,
             self.spec.control,
             zmq.DEALER,
@@ -828,7 +829,7 @@ class FrontEndCore:
                 )
 
     def _hear_loads(self, where: CoordinatorAddress) -> None:
-        self._loads = make_zmq_socket(
+        self._loads = open_channel(
             self._ctx, where.front_ends, zmq.XSUB, False, configure=as_curve_client(where.key)
         )
         self._loads.send(b"\x01")

@@ -26,10 +26,10 @@ from ..keeper import Wake
 from ..remote_end import curve_key_pair
 from ..sockets import (
     get_open_zmq_ipc_path,
-    make_zmq_socket,
     remove_orphaned_directories,
     remove_own_directory,
 )
+from .channels import open_channel
 from .coordinator import endpoint_of_any_port, run_coordinator
 from .core import EngineCore, check_core_class
 from .intake import keep_alive
@@ -249,7 +249,7 @@ class EngineGroup:
         path = endpoint_of_any_port(self._host) if host else get_open_zmq_ipc_path()
         # An engine that takes another's place may come while the kernel still holds on to the old
         # one's connection, or a fork of it does.
-        self._control = make_zmq_socket(
+        self._control = open_channel(
             self._ctx, path, zmq.ROUTER, True, configure=configure, router_handover=True
         )
         self._control_path = self._control.getsockopt_string(zmq.LAST_ENDPOINT)

@@ -23,7 +23,8 @@ from ..errors import DecodeError
 from ..hostinfo import boot_id, host_name
 from ..keeper import Wake
 from ..remote_end import curve_key_pair
-from ..sockets import close_sockets, make_zmq_socket
+from ..sockets import close_sockets
+from .channels import open_channel
 from .outbox import Outbox
 from .protocol import (
     ABORT,
@@ -178,7 +179,7 @@ class Intake(threading.Thread):
             if watch is not None:
                 watch(socket)
 
-        return make_zmq_socket(self._ctx, path, kind, False, configure=prepare, **options)
+        return open_channel(self._ctx, path, kind, False, configure=prepare, **options)
 
     def _listen(self, socket: Any, reader: Callable[[], bool]) -> None:
         """`reader` takes what has arrived, and returns whether there may be more."""
