@@ -618,6 +618,68 @@ def test_nobodys_forked_child_keeps_a_connection():
                 os.waitpid(forked[-1], 0)
 
 
+@pytest.mark.parametrize("how", ["stopped", "replaced"])
+def test_a_front_end_that_goes_amidst_does_not_block_zmqs_thread(run_child, how):
+    """ZMQ's thread tells of each connection that ends. It must not wait for a reader of that who
+    has been closed before, neither when the engine ends nor when the front end comes back."""
+    source = """
+        import faulthandler, queue, sys
+        import zmq
+        from fastipc.engine.intake import Intake
+        from fastipc.engine.outbox import Outbox
+        from fastipc.engine.protocol import FrontEnd, Welcome, encode_control
+        from fastipc.sockets import get_open_zmq_ipc_path
+        from engine_cores import Request
+
+        def bound(ctx, kind):
+            socket = ctx.socket(kind)
+            socket.linger = 0
+            path = get_open_zmq_ipc_path()
+            socket.bind(path)
+            return socket, path
+
+        def front_end(ctx):
+            router, requests = bound(ctx, zmq.ROUTER)
+            pull, outputs = bound(ctx, zmq.PULL)
+            return router, FrontEnd(0, requests, outputs, "")
+
+        faulthandler.dump_traceback_later(20, exit=True)
+        group, theirs = zmq.Context(), zmq.Context()
+        control, path = bound(group, zmq.ROUTER)
+        outbox = Outbox(0, 1 << 20, lambda what, client: None)
+        held = []  # as an outbox that has not come to it yet
+        outbox.connect = lambda client, socket: held.append(socket)
+        intake = Intake(0, path, "", Request, queue.SimpleQueue(), outbox, 1 << 20, False, None)
+        intake.start()
+        who, _ = control.recv_multipart()
+        router, first = front_end(theirs)
+        control.send_multipart([who, encode_control(Welcome([0], [first], None))])
+        assert router.recv_multipart()  # it is ready: both are connected, or about to be
+        if sys.argv[1] == "replaced":
+            again, where = front_end(group)
+            control.send_multipart([who, encode_control(Welcome([0], [where], None))])
+            assert again.recv_multipart()
+        else:
+            intake.stop()
+        theirs.destroy(linger=0)  # the connection of the first outputs ends now
+
+        # Its thread is alive if it makes the connection again when somebody is there.
+        pull = group.socket(zmq.PULL)
+        pull.bind(first.outputs)
+        for _ in range(100):
+            held[0].send(b"x")
+            if pull.poll(100):
+                break
+        else:
+            raise AssertionError("ZMQ's thread is blocked")
+        if sys.argv[1] == "replaced":
+            intake.stop()
+        intake.context.destroy(linger=0)
+        group.destroy(linger=0)
+        """
+    run_child(source, how, env={"PYTHONPATH": os.path.dirname(__file__)})
+
+
 def test_when_the_launcher_is_killed_everything_ends(start_child, tmp_path):
     child = start_child(
         """

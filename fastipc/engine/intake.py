@@ -92,7 +92,7 @@ class _Peer:
         self.epoch = 0
         self.connected = False
         self.requests: Any = None
-        self.monitors: list[Any] = []
+        self.monitors: list[tuple[Any, Any]] = []  # (the socket that is watched, the reader)
 
 
 class Intake(threading.Thread):
@@ -151,6 +151,8 @@ class Intake(threading.Thread):
         self._wake.set()
         self.join()
         self._wake.close()
+        for peer in self._peers.values():
+            self._unwatch(peer)
         close_sockets(self._sockets.values())
 
     @property
@@ -243,10 +245,9 @@ class Intake(threading.Thread):
             if old.where == where:
                 return
             self._inbox.put(("gone", where.index, None))
-            for monitored in old.monitors:
-                self._forget(monitored)
+            self._unwatch(old)
             self._forget(old.requests)
-        peer = _Peer(where)
+        peer = self._peers[where.index] = _Peer(where)
         peer.epoch = 0 if old is None else old.epoch
         outputs = self._socket(
             where.outputs,
@@ -264,7 +265,6 @@ class Intake(threading.Thread):
             identity=identity(self._engine),
         )
         self._listen(peer.requests, lambda: self._from_front_end(peer))
-        self._peers[where.index] = peer
 
     def _watch(self, peer: _Peer, socket: Any, event: Callable[[_Peer, int], None]) -> None:
         monitor = socket.get_monitor_socket(_WATCHED)
@@ -277,8 +277,21 @@ class Intake(threading.Thread):
                     return False
                 event(peer, parse_monitor_message(frames)["event"])
 
-        peer.monitors.append(monitor)
+        peer.monitors.append((socket, monitor))
         self._listen(monitor, read)
+
+    def _unwatch(self, peer: _Peer) -> None:
+        """Have no more events told before their readers are closed: ZMQ's own thread would wait
+        for a reader that is no more, and all connections with it.
+
+        A socket of the outbox is among them, which is not closed yet: that happens when it is
+        replaced, or after `stop`. ZMQ has a lock around monitors, so its thread needn't be asked.
+        """
+        for socket, monitor in peer.monitors:
+            if not socket.closed:
+                socket.disable_monitor()
+            self._forget(monitor)
+        peer.monitors.clear()
 
     def _requests_event(self, peer: _Peer, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
