@@ -244,8 +244,11 @@ class RemoteEnd:
         except Exception:
             # It would take the keeper from all other ends.
             logger.exception("looking after an end of a queue failed")
-        if self._closing and not self._gone and self._delivered():
-            self.discard()
+        try:
+            if self._closing and not self._gone and self._delivered():
+                self.discard()
+        except Exception:
+            logger.exception("giving an end of a queue back failed")
         return not self._gone
 
     def _look_after(self, now: float) -> None:

@@ -26,8 +26,10 @@ from fastipc import (
     MessageQueue,
     NotReady,
     PeerDied,
+    keeper,
 )
 from fastipc.addresses import split_endpoint
+from fastipc.remote_writer import RemoteWriter
 
 MIB = 1 << 20
 LOOPBACK = "127.0.0.1"
@@ -1038,6 +1040,24 @@ def test_signals_at_random_lose_nothing(run_child) -> None:
         assert len(numbers) >= n - stopped
         """
     )
+
+
+def test_an_end_that_fails_does_not_take_the_keeper_from_the_others(monkeypatch, caplog) -> None:
+    def delivered(end: RemoteWriter) -> bool:
+        monkeypatch.undo()
+        raise ZeroDivisionError("nobody foresaw this")
+
+    ends, others = Ends(), Ends()
+    try:
+        monkeypatch.setattr(RemoteWriter, "_delivered", delivered)
+        ends.close()
+        eventually(lambda: "nobody foresaw this" in caplog.text)
+        assert keeper._keeper is not None
+        assert keeper._keeper._thread.is_alive()
+        others.writer.enqueue("a")
+        assert others.readers[0].dequeue(timeout=30) == "a"
+    finally:
+        others.close()
 
 
 def test_a_forked_child_cannot_use_its_parents_ends() -> None:
