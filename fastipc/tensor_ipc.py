@@ -118,7 +118,8 @@ class TensorIpcSender(OOBTensorConsumer):
         if os.getpid() != self._pid:
             with contextlib.suppress(OSError):  # without it, a directory may be left
                 mark_temp_dir()
-            self._pid, self._sender_id = os.getpid(), uuid.uuid4().hex[:16]
+            # In this order: another thread that finds the pid right goes on with the name.
+            self._sender_id, self._pid = uuid.uuid4().hex[:16], os.getpid()
         local = self._local
         if not hasattr(local, "message"):
             self.new_message()

@@ -343,6 +343,19 @@ def test_a_forked_child_is_a_sender_of_its_own(line: Any) -> None:
     assert theirs != mine["sender_id"]
 
 
+def test_a_thread_never_meets_a_sender_without_a_name() -> None:
+    class Watched(TensorIpcSender):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "_pid" and value == os.getpid():
+                named.append(bool(self._sender_id))  # what another thread would find now
+            super().__setattr__(name, value)
+
+    named: list[bool] = []
+    sender = Watched(queue.Queue())
+    assert sender(tensor_of(1)) is not None
+    assert named == [True]
+
+
 def test_received_tensors_give_their_descriptors_back(line: Any) -> None:
     sender, receiver = TensorIpcSender(line), TensorIpcReceiver(line, timeout=WAIT)
 
