@@ -28,8 +28,8 @@ _ZMQ_CONTEXT = (5, "ZMQ context")
 # Standard input, output and error; what multiprocessing has in a process that it spawned.
 _STANDARD = (3, "standard")
 _SPAWNED = (5, "of multiprocessing, death watch")
-# asyncio's selector and the pair of sockets that wakes it.
-_ASYNCIO = (3, "asyncio")
+# The pair of sockets through which a signal wakes the first process.
+_SIGNALS = (2, "signals")
 # Each child costs its parent the pipes of multiprocessing, death and readiness, and its pidfd.
 _PER_CHILD = 4
 # The pipe to Python's resource tracker, and the one that wakes the monitor of children.
@@ -136,7 +136,7 @@ def roles(layout: Layout) -> dict[str, Role]:
         found["API server"] = Role(
             "API server",
             [(1, "main"), (2, "of the engines' launcher"), (4, "of 2 ZMQ contexts")],
-            [(2, "asyncio"), (1, "HTTP"), *control, *client_sockets],
+            [(2, "asyncio"), _SIGNALS, (1, "HTTP"), *control, *client_sockets],
             [*launcher_descriptors, _MONITOR, *client_descriptors, (1, "asyncio")],
         )
     else:
@@ -149,7 +149,13 @@ def roles(layout: Layout) -> dict[str, Role]:
                 (1, "asyncio"),
                 _ZMQ_THREADS,
             ],
-            [(2, "asyncio"), (1, "HTTP, reserved"), (api, "pipes to API servers"), *control],
+            [
+                (2, "asyncio"),
+                _SIGNALS,
+                (1, "HTTP, reserved"),
+                (api, "pipes to API servers"),
+                *control,
+            ],
             [*launcher_descriptors, (4, "2 monitors of children"), (1, "asyncio")],
         )
         found["API server"] = Role(
