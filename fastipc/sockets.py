@@ -51,7 +51,7 @@ DEFAULT_LINGER_MS = 500
 
 GIB = 1 << 30
 _BIG_BUFFER = GIB // 2
-_SNDMORE = int(zmq.SNDMORE)
+_SNDMORE, _NOBLOCK = int(zmq.SNDMORE), int(zmq.NOBLOCK)
 _CONNECTING = (zmq.PUSH, zmq.SUB, zmq.XSUB)
 
 
@@ -357,7 +357,13 @@ def _wrap(socket: Any, frames: Sequence[Any]) -> tuple[list[Any], list[Any], int
     borrowed = 0
     threshold = socket.copy_threshold
     for frame in frames:
-        size = len(frame) if type(frame) is bytes else memoryview(frame).nbytes
+        if type(frame) is bytes:
+            size = len(frame)
+        else:
+            view = memoryview(frame)
+            if not view.contiguous:
+                raise BufferError("a frame must be a contiguous buffer")
+            size = view.nbytes
         if size < threshold:
             # ZMQ copies these at once: there is nothing to track. That is also why a tracker of one
             # frame, the last one say, tells nothing about the others.
@@ -407,6 +413,11 @@ def send_frames(
     Raises:
         zmq.ZMQError: EAGAIN with NOBLOCK and a full queue, EHOSTUNREACH for an identity that a
             ROUTER doesn't know. Then nothing was sent and nothing is borrowed.
+        TypeError, BufferError: a frame is no buffer, or not a contiguous one. Nothing was sent.
+
+    What a signal handler raises meanwhile (KeyboardInterrupt, say) leaves a socket that works. How
+    much was sent then nobody can tell: the peer gets all frames, or none, or the first of them and
+    an empty one, which it must expect; unless the socket is a ROUTER, perhaps an empty message.
     """
     messages, trackers, borrowed = _wrap(socket, frames)
     # Frame by frame: send_multipart looks at each frame twice, and adds up flags of an enum type,
@@ -414,9 +425,20 @@ def send_frames(
     plain = int(flags)
     more = plain | _SNDMORE
     last = messages.pop()
-    for message in messages:
-        socket.send(message, more, copy=False)
-    socket.send(last, plain, copy=False)
+    try:
+        for message in messages:
+            socket.send(message, more, copy=False)
+        socket.send(last, plain, copy=False)
+    except zmq.ZMQError:
+        raise  # ZMQ takes all of a message or nothing
+    except BaseException:
+        # A signal handler's. A message that has no end would swallow the next one. (pyzmq asks for
+        # signals after a frame was sent as well as before: which it was can't be told. A ROUTER
+        # drops a frame that is neither in a message nor the beginning of one.)
+        with contextlib.suppress(zmq.ZMQError):
+            socket.send(b"", plain | _NOBLOCK)
+        _pend(socket, trackers, keep, borrowed)
+        raise
     del (
         messages,
         last,

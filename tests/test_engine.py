@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import linecache
 import os
 import pickle
 import random
@@ -195,6 +196,136 @@ def test_an_output_that_cannot_be_encoded_fails_its_request_alone():
         with pytest.raises(RequestFailed, match="can't be encoded"):
             list(odd)
         assert tokens(good) == [1, 2, 3]
+
+
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
+def interrupted_at(point, files, call):
+    """Call `call`, and have Interrupted raised at that line of those that it comes to in these
+    files, as a signal handler would. Returns whether it came so far.
+
+    (Not at the lines that begin `with` and `try`: no signal handler is called there, nor would the
+    with-statement around it end.)"""
+    left = point
+
+    def trace(frame, event, _):
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(files):
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and not line.lstrip().startswith(("with ", "try:")):
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise Interrupted
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupted:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+SENDING = ("engine/client.py", "engine/aio.py", "engine/frontend.py", "fastipc/sockets.py")
+
+
+def test_an_interrupted_add_leaves_nothing_and_its_id_free(client):
+    image = np.ones(20_000)
+    for point in range(1000):
+        name = f"interrupted {point}"
+        if not interrupted_at(
+            point, SENDING, lambda name=name: client.add_request(Request(name, 1 << 40, image))
+        ):
+            break
+        assert client.stats()["in_flight"] == 0
+        assert client.stats()["in_flight_bytes"] == 0
+        assert tokens(client.add_request(Request(name, 3))) == [1, 2, 3]
+    else:
+        pytest.fail("it never came to its end")
+    assert point > 40
+    client.abort(name)
+    eventually(lambda: client.stats()["in_flight"] == 0)
+    assert client.call("state")["live"] == []
+
+
+def test_an_id_whose_adds_were_interrupted_again_and_again(client):
+    """Outputs of the earlier ones, which the engine may have begun, are not the last one's."""
+    core = client._core
+    add, interruptions = core.add, 0
+
+    def add_and_interrupt(*arguments):
+        add(*arguments)
+        raise Interrupted
+
+    core.add = add_and_interrupt
+    try:
+        for base in range(1, 6):
+            with pytest.raises(Interrupted):
+                client.add_request(Request("again", 1 << 40, np.full(1, 1000 * base)))
+            interruptions += 1
+    finally:
+        del core.add
+    assert tokens(client.add_request(Request("again", 3))) == [1, 2, 3]
+    eventually(lambda: not core.undoing)
+    assert client.call("state")["live"] == []
+    # an abort that waits for its turn after theirs
+    core.add = add_and_interrupt
+    try:
+        with pytest.raises(Interrupted):
+            client.add_request(Request("again", 1 << 40))
+    finally:
+        del core.add
+    with client.add_request(Request("again", 1 << 40)):
+        pass
+    eventually(lambda: client.stats()["in_flight"] == 0)
+    assert not core.undoing
+
+
+def test_an_interrupted_abort_or_call_leaves_a_client_that_works(client):
+    for point in range(1000):
+        name = f"aborted {point}"
+        stream = client.add_request(Request(name, 1 << 40))
+        if not interrupted_at(point, SENDING[-1:], lambda name=name: client.abort(name)):
+            break
+        eventually(lambda: client.stats()["in_flight"] == 0)
+        for _ in stream:
+            pass
+    else:
+        pytest.fail("it never came to its end")
+    assert point > 10
+    for point in range(1000):
+        if not interrupted_at(point, SENDING, lambda: client.call_async("add", np.ones(20_000))):
+            break
+        assert client.call("add", point) == point + 1
+    else:
+        pytest.fail("it never came to its end")
+    eventually(lambda: client.stats()["calls"] == 0)
+    assert client.call("state")["live"] == []
+
+
+def test_an_async_add_that_is_interrupted():
+    async def main():
+        async with AsyncEngineClient.launch(CountingCore, timeout=60) as client:
+            for point in range(1000):
+                name = f"interrupted {point}"
+                if not interrupted_at(
+                    point, SENDING, lambda name=name: client.add_request(Request(name, 1 << 40))
+                ):
+                    break
+                assert client.stats()["in_flight"] == 0
+                assert [o.token async for o in client.generate(Request(name, 2))] == [1, 2]
+            assert point > 30
+            client.abort(name)
+            assert (await client.call("state"))["live"] == []
+
+    asyncio.run(main())
 
 
 def test_an_abort_ends_the_stream_and_empties_the_tables(client):

@@ -723,6 +723,88 @@ def test_a_full_queue_sends_and_borrows_nothing(ctx: Any) -> None:
     assert pending_sends(push) == 1
 
 
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
+def interrupted_at(point: int, call: Any) -> bool:
+    """Call `call`, and have Interrupted raised at that line of those that it comes to, as a signal
+    handler would. Returns whether it came so far."""
+    left = point
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if event == "line" and frame.f_code.co_name in ("send_frames", "send"):
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise Interrupted
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupted:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("kind", "peer"),
+    [(zmq.ROUTER, zmq.DEALER), (zmq.DEALER, zmq.ROUTER), (zmq.PUSH, zmq.PULL)],
+    ids=["router", "dealer", "push"],
+)
+def test_an_interrupted_send_leaves_a_socket_that_works(ctx: Any, kind: int, peer: int) -> None:
+    path = get_open_zmq_ipc_path()
+    end = make_zmq_socket(ctx, path, peer, bind=True, linger=0)
+    sender = ctx.socket(kind)
+    sender.LINGER = 0
+    head = []
+    if kind == zmq.ROUTER:
+        end.close()
+        end = make_zmq_socket(ctx, path, peer, bind=False, identity=b"peer", linger=0)
+        sender.ROUTER_MANDATORY = 1
+        sender.bind(path)
+        end.send(b"I am here")
+        sender.recv_multipart()
+        head = [b"peer"]
+    else:
+        sender.connect(path)
+    end.RCVTIMEO = 30_000
+    big = bytes(100_000)
+    whole = [b"head", big, b"tail"]
+    skip = 1 if peer == zmq.ROUTER else 0
+    interrupted = 0
+    for point in range(100):
+        if not interrupted_at(point, lambda: send_frames(sender, [*head, *whole])):
+            break
+        interrupted += 1
+        mark = b"whole %d" % point
+        send_frames(sender, [*head, mark, big])
+        while (got := end.recv_multipart()[skip:]) != [mark, big]:
+            # of the interrupted one all, or a part that shows
+            assert got == whole or (got[-1] == b"" and got[:-1] == whole[: len(got) - 1])
+    else:
+        pytest.fail("it never came to its end")
+    assert interrupted > 10
+    assert end.recv_multipart()[skip:] == whole
+    wait_until(lambda: pending_sends(sender) == 0)
+
+
+def test_a_frame_that_is_none_is_refused_before_anything_is_sent(ctx: Any) -> None:
+    path = get_open_zmq_inproc_path()
+    pull = make_zmq_socket(ctx, path, zmq.PULL, bind=True)
+    push = make_zmq_socket(ctx, path, zmq.PUSH)
+    for nothing, error in ((memoryview(bytes(8))[::2], BufferError), ("text", TypeError)):
+        with pytest.raises(error):
+            send_frames(push, [b"head", nothing])
+        send_frames(push, [b"the", b"next"])
+        assert pull.recv_multipart() == [b"the", b"next"]
+
+
 def test_pending_sends_that_finish_out_of_order(ctx: Any) -> None:
     router = make_zmq_socket(ctx, get_open_zmq_ipc_path(), zmq.ROUTER, linger=0)
     dealers = [ctx.socket(zmq.DEALER) for _ in range(2)]

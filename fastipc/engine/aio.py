@@ -325,10 +325,15 @@ class AsyncEngineClient:
         stream: AsyncOutputStream[Any] = AsyncOutputStream(
             self, getattr(request, "request_id", ""), self._max_buffered
         )
-        chosen, stream.sent = self._core.add(request, stream, engine, copy, created)
-        stream.engine = chosen.index
-        self._after_sending()
-        return stream
+        core = self._core
+        try:
+            chosen, stream.sent = core.add(request, stream, engine, copy, created)
+            stream.engine = chosen.index
+            self._after_sending()
+            return stream
+        except BaseException:
+            core.undo(stream.request_id, stream)
+            raise
 
     async def generate(self, request: Any, *, engine: int | None = None) -> AsyncIterator[Any]:
         """The outputs of a request, as they come. Leaving the loop early, in whatever way, aborts

@@ -280,6 +280,9 @@ class EngineClient:
                 or, with ``copy=False``, there is no connection to it now. (Else a request that
                 finds none is lost: the stream says how, as soon as that is known.)
             TypeError, ValueError: not of the type; the id is in use.
+
+        After what a signal handler raises meanwhile (KeyboardInterrupt, say) there is no such
+        request, and its id can be used again.
         """
         created = time.monotonic_ns()
         stream: OutputStream[Any] = OutputStream(
@@ -287,10 +290,14 @@ class EngineClient:
         )
         self._check_process()
         with self._lock:
-            chosen, stream.sent = self._core.add(request, stream, engine, copy, created)
-            stream.engine = chosen.index
-            self._after_sending()
-        return stream
+            try:
+                chosen, stream.sent = self._core.add(request, stream, engine, copy, created)
+                stream.engine = chosen.index
+                self._after_sending()
+                return stream
+            except BaseException:
+                self._core.undo(stream.request_id, stream)
+                raise
 
     def generate(self, request: Any, *, engine: int | None = None) -> Iterator[Any]:
         """The outputs of a request, as they come. Leaving the loop early aborts the request."""

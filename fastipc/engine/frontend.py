@@ -163,7 +163,7 @@ class _NoConnection(EngineDeadError):
 class _Entry:
     """A request under way. It is kept after an abort until the engine has seen that."""
 
-    __slots__ = ("begun", "created", "engine", "nbytes", "sent", "sink")
+    __slots__ = ("begun", "created", "engine", "nbytes", "sent", "sink", "stale")
 
     def __init__(self, engine: EngineState, sink: Sink | None, created: int, nbytes: int) -> None:
         self.engine = engine
@@ -172,6 +172,7 @@ class _Entry:
         self.sent = created
         self.nbytes = nbytes
         self.begun = False
+        self.stale = 0  # aborts of earlier requests with its id that the engine has not seen yet
 
 
 def types_of(
@@ -218,6 +219,7 @@ class FrontEndCore:
         self.engines: dict[int, EngineState] = {}
         self.requests: dict[str, _Entry] = {}
         self.calls: dict[int, tuple[EngineState, Callable[[Any, BaseException | None], None]]] = {}
+        self.undoing: dict[tuple[str, EngineState], int] = {}
         self.nbytes = 0
         self.max_bytes = 1 << 30
         self.next_call = 0
@@ -414,7 +416,10 @@ class FrontEndCore:
     def add(
         self, request: Any, sink: Sink, engine: int | None, copy: bool, created: int
     ) -> tuple[EngineState, PendingSend | None]:
-        """Send a request on its way."""
+        """Send a request on its way.
+
+        When a signal handler interrupts it, call `undo`.
+        """
         if type(request) is not self.request_type:
             raise TypeError(
                 f"a request is a {self.request_type.__qualname__}, not {type(request).__qualname__}"
@@ -447,10 +452,15 @@ class FrontEndCore:
         if copy and len(frames) > 1:
             frames[1:] = [_copied(frame, self._router.copy_threshold) for frame in frames[1:]]
         entry = _Entry(chosen, sink, created, nbytes)
-        # (without a copy the caller waits for the sending, and so must know that there is none)
-        sent = (self._send_or_lose if copy else self._send)(chosen, ADD, frames)
+        entry.stale = self.undoing.get((request_id, chosen), 0)
+        self.requests[request_id] = entry  # before it is sent: `undo` must find it
+        try:
+            # (without a copy the caller waits for the sending, and so must know that there is none)
+            sent = (self._send_or_lose if copy else self._send)(chosen, ADD, frames)
+        except (EngineDeadError, zmq.ZMQError):
+            del self.requests[request_id]
+            raise
         entry.sent = time.monotonic_ns()
-        self.requests[request_id] = entry
         self.nbytes += nbytes
         chosen.in_flight += 1
         chosen.since_load += 1
@@ -459,6 +469,21 @@ class FrontEndCore:
         if chosen.lockstep and not self.stepping and len(self.engines) > 1:
             self._start_wave(chosen)
         return chosen, None if copy else sent
+
+    def undo(self, request_id: str, sink: Sink) -> None:
+        """An `add` with this sink was interrupted: whatever has come of it, there is no such
+        request, and the id can be used again at once."""
+        entry = self.requests.get(request_id)
+        if entry is None or entry.sink is not sink:
+            return
+        del self.requests[request_id]
+        self.nbytes = sum(e.nbytes for e in self.requests.values())
+        engine = entry.engine
+        engine.in_flight = sum(e.engine is engine for e in self.requests.values())
+        with contextlib.suppress(EngineDeadError):
+            self._send_abort(engine, [request_id])
+            # What the engine says of the id until it has seen this is of no other request.
+            self.undoing[request_id, engine] = self.undoing.get((request_id, engine), 0) + 1
 
     def _start_wave(self, chosen: EngineState) -> None:
         """The engines rest, and step together: the others begin when they are told."""
@@ -480,11 +505,26 @@ class FrontEndCore:
                 entry.sink = None
                 self.counts["aborted"] += 1
                 by_engine.setdefault(entry.engine.index, []).append(request_id)
-        for index, ids in by_engine.items():
-            engine = self.engines[index]
-            with contextlib.suppress(EngineDeadError):
-                self._send(engine, ABORT, [msgspec.msgpack.encode(Aborts(ids))])
+        try:
+            for index, ids in by_engine.items():
+                with contextlib.suppress(EngineDeadError):
+                    self._send_abort(self.engines[index], ids)
+        except BaseException:
+            for sink in sinks:
+                sink.end(None)
+            raise
         return sinks
+
+    def _send_abort(self, engine: EngineState, ids: list[str]) -> None:
+        frame = msgspec.msgpack.encode(Aborts(ids))
+        try:
+            self._send(engine, ABORT, [frame])
+        except (EngineDeadError, zmq.ZMQError):
+            raise
+        except BaseException:
+            # A signal handler's: perhaps it was not sent, and it may come twice.
+            self._send(engine, ABORT, [frame])
+            raise
 
     def call(
         self,
@@ -566,7 +606,7 @@ class FrontEndCore:
         for stamps in message.stamps:
             if stamps[0] < len(message.outputs):
                 entry = requests.get(message.outputs[stamps[0]].request_id)
-                if entry is not None and not entry.begun:
+                if entry is not None and not entry.begun and not entry.stale:
                     entry.begun = True
                     self.stages.first(
                         engine.same_clock, entry.created, entry.sent, stamps, message.sent, decoded
@@ -576,7 +616,7 @@ class FrontEndCore:
         self.counts["output_messages"] += 1
         for output in message.outputs:
             entry = requests.get(output.request_id)
-            if entry is None or entry.engine is not engine:
+            if entry is None or entry.engine is not engine or entry.stale:
                 continue
             sink = entry.sink
             if sink is not None and not sink.put(output):
@@ -590,14 +630,16 @@ class FrontEndCore:
                     sink.end(None)
         for failure in message.failures:
             entry = requests.get(failure.request_id)
-            if entry is not None and entry.engine is engine:
+            if entry is not None and entry.engine is engine and not entry.stale:
                 self._remove(failure.request_id, entry)
                 if entry.sink is not None:
                     self.counts["failed"] += 1
                     entry.sink.end(_failure_error(failure, engine))
         for request_id in message.aborted:
             entry = requests.get(request_id)
-            if entry is not None and entry.sink is None and entry.engine is engine:
+            if self.undoing and (request_id, engine) in self.undoing:
+                self._has_undone(request_id, engine, entry)
+            elif entry is not None and entry.sink is None and entry.engine is engine:
                 self._remove(request_id, entry)
         for result in message.results:
             waiting = self.calls.pop(result.call_id, None)
@@ -611,6 +653,14 @@ class FrontEndCore:
         if full:
             self._too_slow(full)
         self._give_credit(engine, frames)
+
+    def _has_undone(self, request_id: str, engine: EngineState, entry: _Entry | None) -> None:
+        """The engine has seen the abort of one that was undone."""
+        self.undoing[request_id, engine] -= 1
+        if not self.undoing[request_id, engine]:
+            del self.undoing[request_id, engine]
+        if entry is not None and entry.engine is engine:
+            entry.stale -= 1
 
     def _remove(self, request_id: str, entry: _Entry) -> None:
         del self.requests[request_id]
@@ -784,6 +834,7 @@ class FrontEndCore:
         self._fail_engine_with(engine, lambda: engine.dead_error("the request is lost"))
 
     def _fail_engine_with(self, engine: EngineState, error: Callable[[], BaseException]) -> None:
+        self.undoing = {at: count for at, count in self.undoing.items() if at[1] is not engine}
         for request_id, entry in list(self.requests.items()):
             if entry.engine is engine:
                 self._remove(request_id, entry)

@@ -346,7 +346,11 @@ class Intake(threading.Thread):
             try:
                 self._take(client, kind, frames)
             except (DecodeError, msgspec.MsgspecError, IndexError) as error:
-                logger.warning(
+                # A sender that was interrupted ends its message with an empty frame: see
+                # send_frames. It knows.
+                given_up = len(frames[-1] if frames else kind) == 0
+                logger.log(
+                    logging.DEBUG if given_up else logging.WARNING,
                     "engine %d: front end %d sent a message that can't be decoded: %s",
                     self._engine,
                     client,
