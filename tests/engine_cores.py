@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from fastipc import codec
 from fastipc.engine import EngineCore
 from fastipc.engine.intake import Intake
 from fastipc.engine.outbox import Outbox
@@ -27,6 +28,20 @@ class Output(msgspec.Struct):
     token: int
     finished: bool
     array: np.ndarray | None = None
+
+
+class Sealed:
+    """Can be encoded, and never decoded."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def _unseal(value: Any, frames: Any) -> Any:
+    raise ValueError("it is sealed")
+
+
+codec.register(Sealed, lambda sealed, frames: [sealed.value], _unseal)
 
 
 class CountingCore(EngineCore):
@@ -151,6 +166,13 @@ class CountingCore(EngineCore):
     def unsendable(self) -> Any:
         return object()
 
+    def sealed(self) -> Any:
+        return Sealed(1)
+
+
+class LendingCore(CountingCore):
+    copy_outputs = False
+
 
 class LockstepCore(CountingCore):
     lockstep = True
@@ -165,3 +187,110 @@ class OddOutputCore(CountingCore):
             if output.request_id.startswith("odd"):
                 output.array = object()
         return outputs
+
+
+class Snapshot(msgspec.Struct):
+    request_id: str
+    step: int
+    tokens: list[int]
+    table: dict[str, int]
+    array: np.ndarray
+    finished: bool
+
+
+class ReusingCore(EngineCore):
+    """Makes its outputs of the arrays, lists and dicts that it goes on with.
+
+    Its configuration: ``size`` of the array; ``seconds`` that a step takes; ``odd``: whether the
+    outputs of requests named "odd..." can't be encoded.
+    """
+
+    request_type = Request
+    output_type = Snapshot
+
+    def __init__(self, config: Any = None, *, index: int = 0) -> None:
+        super().__init__(config, index=index)
+        self.live: dict[str, list[Any]] = {}
+        self.table = {"0": 0}
+        self.array = np.zeros(config["size"], np.int64)
+        self.arrays: dict[str, np.ndarray] = {}
+        self.steps = 0
+
+    def add_request(self, request: Request) -> None:
+        self.live[request.request_id] = [request.tokens, [], {}]
+
+    def abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            del self.live[request_id]
+
+    def has_work(self) -> bool:
+        return bool(self.live)
+
+    def one(self, request_id: str, array: np.ndarray) -> Snapshot:
+        count, tokens, table = self.live[request_id]
+        tokens.append(len(tokens) + 1)
+        table.clear()
+        table[str(len(tokens))] = len(tokens)
+        array[:] = len(tokens)
+        finished = len(tokens) == count
+        if finished:
+            del self.live[request_id]
+        odd: Any = object() if self.config.get("odd") and request_id.startswith("odd") else array
+        return Snapshot(request_id, len(tokens), tokens, table, odd, finished)
+
+    def step(self) -> Any:
+        self.steps += 1
+        self.table.clear()
+        self.table[str(self.steps)] = self.steps
+        self.array[:] = self.steps
+        for request_id in self.live:
+            self.arrays.setdefault(request_id, np.empty_like(self.array))
+        return [self.one(request_id, self.arrays[request_id]) for request_id in list(self.live)]
+
+    def mine(self) -> Any:
+        return self.steps, self.table, self.array
+
+
+class YieldingCore(ReusingCore):
+    """Yields its outputs, all of one array, and spoils each when it goes on."""
+
+    def step(self) -> Any:
+        time.sleep(self.config.get("seconds", 0))
+        for request_id in list(self.live):
+            output = self.one(request_id, self.array)
+            yield output
+            self.array[:] = -1
+            output.step = -1
+
+
+class First(msgspec.Struct, array_like=True):
+    kind: str
+    request_id: str
+    sealed: Sealed
+
+
+class Tagged(msgspec.Struct, array_like=True, tag="tagged"):
+    kind: str
+    request_id: str
+    sealed: Sealed
+
+
+class Renamed(msgspec.Struct, rename="camel"):
+    kind: str
+    request_id: str
+    sealed: Sealed
+
+
+class RefusingFirst(CountingCore):
+    request_type = First
+
+
+class RefusingTagged(CountingCore):
+    request_type = Tagged
+
+
+class RefusingRenamed(CountingCore):
+    request_type = Renamed
+
+
+REFUSING = [RefusingFirst, RefusingTagged, RefusingRenamed]

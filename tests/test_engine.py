@@ -20,7 +20,17 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-from engine_cores import CountingCore, OddOutputCore, Output, Request
+from engine_cores import (
+    REFUSING,
+    CountingCore,
+    LendingCore,
+    OddOutputCore,
+    Output,
+    Request,
+    ReusingCore,
+    Sealed,
+    YieldingCore,
+)
 from support import NIGHTLY, eventually, forever
 
 import fastipc
@@ -326,6 +336,86 @@ def test_an_async_add_that_is_interrupted():
             assert (await client.call("state"))["live"] == []
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("core", [ReusingCore, YieldingCore])
+@pytest.mark.parametrize("size", [5, 1000, 20_000])
+def test_outputs_are_what_they_were_when_the_step_handed_them_over(core, size):
+    """The core goes on with the list, the dict and the array that it made outputs of."""
+    with EngineClient.launch(core, {"size": size}, timeout=60) as client:
+        streams = [client.add_request(Request(f"reused {i}", 200)) for i in range(2)]
+        for stream in streams:
+            for count, output in enumerate(stream, 1):
+                assert output.step == count
+                assert output.tokens == list(range(1, count + 1))
+                assert output.table == {str(count): count}
+                assert output.array.shape == (size,)
+                assert (output.array == count).all()
+            assert count == 200
+
+
+def test_outputs_are_borrowed_when_the_core_says_so():
+    with EngineClient.launch(LendingCore, {"reply_bytes": 1 << 20}, timeout=60) as client:
+        for count, output in enumerate(client.generate(Request("lent", 20)), 1):
+            assert output.array.nbytes == 1 << 20
+            assert (output.array == count).all()
+        assert count == 20
+
+
+def test_a_result_is_what_it_was_when_the_utility_returned_it():
+    with EngineClient.launch(ReusingCore, {"size": 20_000}, timeout=60) as client:
+        with client.add_request(Request("running", 1 << 40)):
+            for _ in range(50):
+                steps, table, array = client.call("mine")
+                assert table == {str(steps): steps}
+                assert (array == steps).all()
+
+
+def test_an_output_that_is_yielded_and_cannot_be_encoded_fails_its_request_alone():
+    with EngineClient.launch(YieldingCore, {"size": 5, "odd": True}, timeout=60) as client:
+        odd = client.add_request(Request("odd", 3))
+        good = client.add_request(Request("good", 3))
+        with pytest.raises(RequestFailed, match="can't be encoded"):
+            list(odd)
+        assert len(list(good)) == 3
+
+
+def test_the_time_of_a_step_that_yields_is_the_steps():
+    with EngineClient.launch(YieldingCore, {"size": 5, "seconds": 0.05}, timeout=60) as client:
+        for i in range(3):
+            list(client.add_request(Request(f"timed {i}", 1)))
+        stages = client.stats()["stages"]
+        assert stages["step"]["min"] >= 0.05
+        assert stages["output_queue"]["min"] < 0.05
+
+
+def test_what_a_call_cannot_decode_fails_that_call_alone():
+    with EngineClient.launch(CountingCore, {"step_seconds": 0.001}, timeout=60) as client:
+        running = client.add_request(Request("running", 1 << 40))
+        running.get(30)
+        with pytest.raises(RequestFailed, match=r"arguments can't be decoded.*Sealed") as caught:
+            client.call("add", Sealed(1), np.ones(1000), timeout=30)
+        assert caught.value.kind
+        with pytest.raises(RequestFailed, match=r"result can't be decoded here.*Sealed"):
+            client.call("sealed", timeout=30)
+        assert client.call("add", np.ones(1000), 1, timeout=30).tolist() == [2.0] * 1000
+        before = running.get(30).token
+        assert running.get(30).token == before + 1
+        running.abort()
+        for _ in running:
+            pass
+        with pytest.raises(RequestFailed, match="result can't be decoded here"):
+            client.call("sealed", timeout=30)
+        assert client.stats()["calls"] == 0
+
+
+def test_a_request_that_cannot_be_decoded_fails_by_its_own_id():
+    for core in REFUSING:
+        with EngineClient.launch(core, timeout=60) as client:
+            stream = client.add_request(core.request_type("text", "its id", Sealed(0)))
+            with pytest.raises(RequestFailed, match="it is sealed") as caught:
+                stream.get(30)
+            assert caught.value.request_id == "its id"
 
 
 def test_an_abort_ends_the_stream_and_empties_the_tables(client):

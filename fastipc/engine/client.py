@@ -331,8 +331,9 @@ class EngineClient:
         Returns its result; of all engines, a list by index, if there are several and `engine` is
         None. Arguments and results are what the codec carries.
 
-        Raises RequestFailed when the method raised, EngineDeadError, Empty after `timeout` seconds,
-        Closed when the client was closed or has failed.
+        Raises RequestFailed when the method raised, or what was sent can't be decoded at the other
+        end; EngineDeadError; Empty after `timeout` seconds; Closed when the client was closed or
+        has failed.
         """
         end = None if timeout is None else time.monotonic() + timeout
         calls = self.call_async(method, *args, engine=engine, **kwargs)

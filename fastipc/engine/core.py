@@ -26,6 +26,10 @@ class EngineCore:
         output_type: a ``msgspec.Struct`` with ``request_id: str`` and ``finished: bool``.
         lockstep: with several engines, whether all step as long as one of them has work: those
             without call `dummy_step` (mixture-of-experts layers need that).
+        copy_outputs: whether arrays and tensors in outputs are copied when `step` returns or yields
+            them, so that their memory can be used again. False saves that copy: what a step has
+            handed over must not change any more. (Everything else is encoded at once, and what
+            utilities return is copied always.)
         index: of this engine, 0 to the number of engines - 1.
         config: what ``launch`` was given.
     """
@@ -33,6 +37,7 @@ class EngineCore:
     request_type: ClassVar[type]
     output_type: ClassVar[type]
     lockstep: ClassVar[bool] = False
+    copy_outputs: ClassVar[bool] = True
     # Where `fail` says so: the loop that runs the core, once there is one.
     _on_fail: Callable[[BaseException], object] | None = None
     _failure: BaseException | None = None
@@ -60,9 +65,10 @@ class EngineCore:
         raise NotImplementedError
 
     def step(self) -> Iterable[Any]:
-        """Do a piece of work, and return the outputs that it made, of `output_type`. The last one
-        of a request has ``finished=True``. An exception here ends the engine: everything under
-        way fails with `EngineDeadError`."""
+        """Do a piece of work, and return the outputs that it made, of `output_type`, or yield them.
+        The last one of a request has ``finished=True``. An output is sent as it is then: lists,
+        arrays and all may be changed afterwards (see `copy_outputs`). An exception here ends the
+        engine: everything under way fails with `EngineDeadError`."""
         raise NotImplementedError
 
     def dummy_step(self) -> None:

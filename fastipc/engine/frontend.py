@@ -67,6 +67,7 @@ from .protocol import (
     Outputs,
     Ready,
     Request,
+    Result,
     StartWave,
     Uncoordinated,
     Welcome,
@@ -241,6 +242,7 @@ class FrontEndCore:
         self._encoder = MsgpackEncoder()
         self._outputs_type = Outputs[self.output_type]  # type: ignore[name-defined]
         self._decoder: MsgpackDecoder[Outputs[Any]] = MsgpackDecoder(self._outputs_type)
+        self._results: MsgpackDecoder[UtilityResult] = MsgpackDecoder(UtilityResult)
         self._ready_decoder = msgspec.msgpack.Decoder(Ready)
         self._ctx: zmq.Context[Any] = zmq.Context()
         self.sockets: dict[Any, Callable[[], bool]] = {}
@@ -539,8 +541,9 @@ class FrontEndCore:
         if not engine.alive:
             raise engine.dead_error(f"{method}() was not called")
         self.next_call += 1
-        call = Call(self.next_call, method, UtilityResult([list(args), dict(kwargs)]))
-        frames = self._encoder.encode(call)
+        frames = self._encoder.encode(UtilityResult([list(args), dict(kwargs)]))
+        call = Call(self.next_call, method, msgspec.Raw(frames[0]))
+        frames[0] = msgspec.msgpack.encode(call)
         frames[1:] = [_copied(frame, self._router.copy_threshold) for frame in frames[1:]]
         self._send_or_lose(engine, UTILITY, frames)
         self.calls[self.next_call] = (engine, done)
@@ -644,15 +647,30 @@ class FrontEndCore:
         for result in message.results:
             waiting = self.calls.pop(result.call_id, None)
             if waiting is not None:
-                if result.failure is not None:
-                    waiting[1](None, _failure_error(result.failure, engine))
-                else:
-                    waiting[1](result.result.result if result.result else None, None)
+                waiting[1](*self._result(result, engine, frames))
         if message.report is not None:
             engine.report = message.report
         if full:
             self._too_slow(full)
         self._give_credit(engine, frames)
+
+    def _result(
+        self, result: Result, engine: EngineState, frames: list[Any]
+    ) -> tuple[Any, BaseException | None]:
+        """What a call returned, and why it failed."""
+        if result.failure is not None:
+            return None, _failure_error(result.failure, engine)
+        try:
+            return self._results.decode([result.result, *frames[1:]]).result, None
+        except DecodeError as error:
+            failed = RequestFailed(
+                f"engine {engine.index}: the call returned, but its result can't be decoded here: "
+                f"{error}",
+                "",
+                type(error).__name__,
+            )
+            failed.__cause__ = error
+            return None, failed
 
     def _has_undone(self, request_id: str, engine: EngineState, entry: _Entry | None) -> None:
         """The engine has seen the abort of one that was undone."""

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from ..codec import MsgpackDecoder
+from ..codec import MsgpackDecoder, UtilityResult
 from ..errors import DecodeError
 from ..hostinfo import boot_id, host_name
 from ..keeper import Wake
@@ -97,9 +97,11 @@ class _Peer:
 
 class Intake(threading.Thread):
     """Puts into `inbox` what the engine's loop is to do:
-    ("add", client, (received, wave, request)), ("abort", client, ids), ("call", client, Call),
-    ("gone", client, None), ("refuse", client, (id, error)), ("wave", 0, Wave),
-    ("start_wave", client, wave), ("stop", 0, reason), ("fail", 0, error) when it has failed itself.
+    ("add", client, (received, wave, request)), ("abort", client, ids),
+    ("call", client, (call id, method, [args, kwargs])), ("gone", client, None),
+    ("refuse", client, (request id, error)), ("refuse_call", client, (call id, error)),
+    ("wave", 0, Wave), ("start_wave", client, wave), ("stop", 0, reason),
+    ("fail", 0, error) when it has failed itself.
     """
 
     def __init__(
@@ -133,7 +135,9 @@ class Intake(threading.Thread):
         self._coordinator: CoordinatorAddress | None = None
         self._waves: Any = None
         self._requests: MsgpackDecoder[Request[Any]] = MsgpackDecoder(Request[request_type])  # type: ignore[valid-type]
-        self._calls: MsgpackDecoder[Call] = MsgpackDecoder(Call)
+        self._request_type = request_type
+        self._calls = msgspec.msgpack.Decoder(Call)
+        self._arguments: MsgpackDecoder[UtilityResult] = MsgpackDecoder(UtilityResult)
         self._aborts = msgspec.msgpack.Decoder(Aborts)
         self._credits = msgspec.msgpack.Decoder(Credit)
         self._starts = msgspec.msgpack.Decoder(StartWave)
@@ -364,7 +368,7 @@ class Intake(threading.Thread):
             try:
                 message = self._requests.decode(frames)
             except DecodeError as error:
-                request_id = _request_id(frames)
+                request_id = self._request_id(frames)
                 if request_id is None:
                     raise
                 self._inbox.put(("refuse", client, (request_id, error)))
@@ -376,7 +380,13 @@ class Intake(threading.Thread):
         elif kind == ABORT:
             self._inbox.put(("abort", client, self._aborts.decode(frames[0]).request_ids))
         elif kind == UTILITY:
-            self._inbox.put(("call", client, self._calls.decode(frames)))
+            call = self._calls.decode(frames[0])
+            try:
+                arguments = self._arguments.decode([call.arguments, *frames[1:]]).result
+            except DecodeError as error:
+                self._inbox.put(("refuse_call", client, (call.call_id, error)))
+                return
+            self._inbox.put(("call", client, (call.call_id, call.method, arguments)))
         elif kind == START_DP_WAVE:
             self._inbox.put(("start_wave", client, self._starts.decode(frames[0]).wave))
         elif kind != PING:
@@ -403,12 +413,17 @@ class Intake(threading.Thread):
                 continue
             self._inbox.put(("wave", 0, wave))
 
-
-def _request_id(frames: list[Any]) -> str | None:
-    """The id of a request that is not of the engine's type, if it can be made out."""
-    try:
-        request = msgspec.msgpack.decode(frames[0])[1]
-        found = request["request_id"] if isinstance(request, dict) else request[0]
-    except Exception:
-        return None
-    return found if isinstance(found, str) else None
+    def _request_id(self, frames: list[Any]) -> str | None:
+        """The id of a request that is not of the engine's type, if it can be made out."""
+        of: Any = self._request_type
+        at = of.__struct_fields__.index("request_id")
+        try:
+            request = msgspec.msgpack.decode(frames[0])[1]
+            if isinstance(request, dict):
+                found = request[of.__struct_encode_fields__[at]]
+            else:
+                # A tag comes before the fields.
+                found = request[at + (of.__struct_config__.tag is not None)]
+        except Exception:
+            return None
+        return found if isinstance(found, str) else None

@@ -1,8 +1,10 @@
-"""The engine's output thread: encodes what steps made, and sends no more than is taken.
+"""The engine's output thread: sends what steps made, and no more than is taken.
 
-It owns the PUSH sockets. Whatever is waiting when it looks goes out as one message per front end.
-When the loop's thread has nothing else to do it does this work itself, under a lock (`put`): ZMQ
-sockets may change hands, but not be used by two threads at a time.
+What a step made is encoded by the loop's thread before the next one begins, which may change it.
+The output thread owns the PUSH sockets. Whatever is waiting when it looks goes out as one message
+per front end (but what comes with frames as one of its own). When the loop's thread has nothing
+else to do it does this work itself, under a lock (`put`): ZMQ sockets may change hands, but not be
+used by two threads at a time.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ import time
 import traceback
 from collections import deque
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 
-from ..codec import MsgpackEncoder
+from ..codec import MsgpackEncoder, UtilityResult
 from ..sockets import BufferPool, PendingSend, send_frames
 from .protocol import ENGINE_CORE_DEAD, MESSAGE_COST, Dead, Failure, Outputs, Report, Result
 
@@ -33,30 +35,131 @@ _UNSENT_BATCHES = 64
 in turn, and few enough that outputs which nobody takes are noticed in time."""
 
 
+class Taken(NamedTuple):
+    """An output that was encoded when the core yielded it, or why it could not be."""
+
+    request_id: str
+    finished: bool
+    encoded: msgspec.Raw
+    frames: list[Any]
+    failure: Failure | None = None
+
+
 class Batch:
     """What a step made for one front end."""
 
-    __slots__ = ("aborted", "failures", "outputs", "report", "results", "stamps")
+    __slots__ = (
+        "aborted",
+        "encoded",
+        "failures",
+        "frames",
+        "outputs",
+        "report",
+        "results",
+        "stamps",
+    )
 
     def __init__(self) -> None:
         self.outputs: list[Any] = []
+        self.encoded: list[tuple[int, bytes]] = []  # of outputs: how many, and the list of them
+        self.frames: list[Any] = []  # of what is encoded already; nobody else has them
         self.stamps: list[tuple[int, int, int, int, int]] = []
         self.failures: list[Failure] = []
         self.results: list[Result] = []
         self.aborted: list[str] = []
         self.report: dict[str, Any] | None = None
 
+    def encode(self, encoder: MsgpackEncoder, copy: bool) -> None:
+        """Encode the outputs: the core may change them from now on, arrays only if `copy`."""
+        if not self.outputs:
+            return
+        try:
+            main, *frames = encoder.encode(self.outputs)
+        except Exception:
+            self._drop_what_cannot_be_encoded(encoder)
+            main, *frames = encoder.encode(self.outputs)
+        self.encoded.append((len(self.outputs), main))
+        if frames:
+            self.frames = [_kept(frame) for frame in frames] if copy else frames
+        self.outputs = []
+
+    def all_outputs(self) -> Any:
+        """The encoded outputs as one list."""
+        if len(self.encoded) == 1:
+            return msgspec.Raw(self.encoded[0][1])
+        parts = [main[len(_list_head(count)) :] for count, main in self.encoded]
+        head = _list_head(sum(count for count, _ in self.encoded))
+        return msgspec.Raw(b"".join([head, *parts]))
+
+    def _drop_what_cannot_be_encoded(self, encoder: MsgpackEncoder) -> None:
+        """Replace outputs that the codec refuses by failures that say so."""
+        kept: list[Any] = []
+        moved = {}
+        for index, output in enumerate(self.outputs):
+            try:
+                encoder.encode(output)
+            except Exception as error:
+                self.failures.append(_not_encoded(output, error))
+            else:
+                moved[index] = len(kept)
+                kept.append(output)
+        self.outputs = kept
+        self.stamps = [(moved[i], r, s, b, e) for i, r, s, b, e in self.stamps if i in moved]
+
+    def add_result(self, encoder: MsgpackEncoder, call_id: int, result: Any) -> None:
+        """Encode what a utility call returned, for a batch of its own."""
+        try:
+            main, *frames = encoder.encode(UtilityResult(result))
+        except Exception as error:
+            self.fail_call(call_id, error, f"the call's result can't be encoded: {error}")
+        else:
+            self.results.append(Result(call_id, msgspec.Raw(main)))
+            self.frames = [_kept(frame) for frame in frames]
+
+    def fail_call(self, call_id: int, error: BaseException, message: str) -> None:
+        text = "".join(traceback.format_exception(error))
+        failure = Failure("", type(error).__name__, message, text)
+        self.results.append(Result(call_id, failure=failure))
+
+    def fits(self, later: Batch) -> bool:
+        """Whether one message can have both: the frames of each are numbered from 1."""
+        return not (self.frames and later.frames)
+
     def add(self, later: Batch) -> None:
-        """Append what was made later."""
+        """Append what was made later, and fits."""
+        self.frames = self.frames or later.frames
         if later.stamps:
-            before = len(self.outputs)
+            before = sum(count for count, _ in self.encoded)
             self.stamps += [(i + before, r, s, b, e) for i, r, s, b, e in later.stamps]
-        self.outputs += later.outputs
+        self.encoded += later.encoded
         self.failures += later.failures
         self.results += later.results
         self.aborted += later.aborted
         if later.report is not None:
             self.report = later.report
+
+
+def _kept(frame: Any) -> Any:
+    """A frame as it is now, whatever its owner does with it."""
+    return frame if type(frame) is bytes else bytes(frame)
+
+
+def _list_head(count: int) -> bytes:
+    """What msgpack begins a list of so many items with."""
+    if count < 16:
+        return bytes([0x90 | count])
+    if count < 1 << 16:
+        return b"\xdc" + count.to_bytes(2, "big")
+    return b"\xdd" + count.to_bytes(4, "big")
+
+
+def _not_encoded(output: Any, error: BaseException) -> Failure:
+    return Failure(
+        output.request_id,
+        type(error).__name__,
+        f"the engine's output for it can't be encoded: {error}",
+        "".join(traceback.format_exception(error)),
+    )
 
 
 class _Peer:
@@ -84,17 +187,18 @@ class Outbox(threading.Thread):
     outputs any more, "resume" when it does again, and "overrun" when too much has gathered.
     """
 
-    def __init__(self, engine: int, window: int, tell: Any) -> None:
+    def __init__(self, engine: int, window: int, tell: Any, copy: bool = True) -> None:
         super().__init__(name="fastipc-engine-output", daemon=True)
         self._engine = engine
         self._window = window
         self._tell = tell
+        self._copy = copy
         self._words: SimpleQueue[tuple[str, int, Any]] = SimpleQueue()
         self._bell = threading.Lock()
         self._bell.acquire()
         self._mine = threading.Lock()  # the sockets, the encoder, the peers
         self._peers: dict[int, _Peer] = {}
-        self._encoder = MsgpackEncoder()
+        self.encoder = MsgpackEncoder()
         self._buffers = BufferPool()
         self._reports: Any = None
         self._room = threading.Semaphore(_UNSENT_BATCHES)
@@ -108,12 +212,13 @@ class Outbox(threading.Thread):
 
         Args:
             client: the front end that it is for.
-            batch: not to be touched any more.
+            batch: not to be touched any more. What is in its outputs may be: they are encoded here.
             now: the caller has nothing else to do: unless there is something before it, it
-                encodes and sends this itself, which saves waking the thread.
+                sends this itself, which saves waking the thread.
 
         Waits while the thread is behind: that never waits itself, so it is soon over.
         """
+        batch.encode(self.encoder, self._copy)
         if now and self._mine.acquire(blocking=False):
             try:
                 # Words are taken out with the lock held: so all that came before is done.
@@ -127,6 +232,18 @@ class Outbox(threading.Thread):
         if self.failed is None:
             self._room.acquire()
         self._leave_word("batch", client, batch)
+
+    def take(self, output: Any) -> Taken:
+        """Encode one output that was yielded: what the core does before it yields the next may
+        change it."""
+        try:
+            main, *frames = self.encoder.encode(output)
+        except Exception as error:
+            failure = _not_encoded(output, error)
+            return Taken(output.request_id, output.finished, msgspec.Raw(), [], failure)
+        if self._copy:
+            frames = [_kept(frame) for frame in frames]
+        return Taken(output.request_id, output.finished, msgspec.Raw(main), frames)
 
     def credit(self, client: int, epoch: int, number: int) -> None:
         self._leave_word("credit", client, (epoch, number))
@@ -206,9 +323,12 @@ class Outbox(threading.Thread):
                 break
             if what == "batch":
                 self._room.release()
-                if client in batches:
-                    batches[client].add(item)
+                there = batches.get(client)
+                if there is not None and there.fits(item):
+                    there.add(item)
                 else:
+                    if there is not None:
+                        self._flush({client: there})
                     batches[client] = item
                 continue
             if what == "stop":
@@ -274,7 +394,7 @@ class Outbox(threading.Thread):
             self._engine,
             peer.epoch,
             peer.number,
-            batch.outputs,
+            batch.all_outputs(),
             time.monotonic_ns(),
             batch.stamps,
             batch.failures,
@@ -283,11 +403,7 @@ class Outbox(threading.Thread):
             batch.report,
         )
         buffer = self._buffers.get()
-        try:
-            frames = self._encoder.encode_into(message, buffer)
-        except Exception:
-            self._drop_what_cannot_be_encoded(message)
-            frames = self._encoder.encode_into(message, buffer)
+        frames = [*self.encoder.encode_into(message, buffer), *batch.frames]
         size = MESSAGE_COST * len(frames) + len(buffer)
         for frame in frames[1:]:
             size += len(memoryview(frame).cast("B"))
@@ -327,36 +443,3 @@ class Outbox(threading.Thread):
 
     def _send(self, socket: Any, frames: list[Any]) -> PendingSend:
         return send_frames(socket, frames, NOBLOCK)
-
-    def _drop_what_cannot_be_encoded(self, message: Outputs[Any]) -> None:
-        """Replace outputs and results that the codec refuses by failures that say so."""
-        kept: list[Any] = []
-        moved = {}
-        for index, output in enumerate(message.outputs):
-            try:
-                self._encoder.encode(output)
-            except Exception as error:
-                message.failures.append(
-                    Failure(
-                        output.request_id,
-                        type(error).__name__,
-                        f"the engine's output for it can't be encoded: {error}",
-                        traceback.format_exc(),
-                    )
-                )
-            else:
-                moved[index] = len(kept)
-                kept.append(output)
-        message.outputs = kept
-        message.stamps = [(moved[i], r, s, b, e) for i, r, s, b, e in message.stamps if i in moved]
-        for result in message.results:
-            try:
-                self._encoder.encode(result)
-            except Exception as error:
-                result.result = None
-                result.failure = Failure(
-                    "",
-                    type(error).__name__,
-                    f"the call's result can't be encoded: {error}",
-                    traceback.format_exc(),
-                )

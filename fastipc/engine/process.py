@@ -11,14 +11,13 @@ import traceback
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from ..codec import UtilityResult
 from ..codec import registry as codec_registry
 from ..errors import ChildDied
 from ..histogram import Histogram
 from .core import EngineCore, check_core_class, utility
 from .intake import Intake
-from .outbox import Batch, Outbox
-from .protocol import Call, Failure, Report, Result, Wave
+from .outbox import Batch, Outbox, Taken
+from .protocol import Failure, Report, Wave
 
 __all__ = ["run_engine"]
 
@@ -109,7 +108,7 @@ class _Engine:
         core._on_fail = self.end_with
         if core._failure is not None:
             self.end_with(core._failure)
-        self.outbox = Outbox(index, window, self.tell)
+        self.outbox = Outbox(index, window, self.tell, core.copy_outputs)
         try:
             self.intake = Intake(
                 index,
@@ -195,6 +194,9 @@ class _Engine:
             if core.has_work():
                 began = now()
                 outputs = core.step()
+                if not isinstance(outputs, list | tuple):
+                    # Of a generator: here it does its work, and each is what it is when yielded.
+                    outputs = [self.outbox.take(output) for output in outputs]
                 ended = now()
                 self.histograms["step"].record(ended - began)
                 self.deliver(outputs, began, ended)
@@ -206,7 +208,7 @@ class _Engine:
     def deliver(self, outputs: Any, began: int, ended: int) -> None:
         """Hand a step's outputs to the output thread, sorted by front end."""
         active = self.active
-        batches: dict[int, Batch] = {}
+        batches: dict[int, list[Batch]] = {}
         client, batch = -1, Batch()
         for output in outputs:
             request = active.get(output.request_id)
@@ -215,14 +217,27 @@ class _Engine:
             if request.client != client:
                 client = request.client
                 if client not in batches:
-                    batches[client] = Batch()
-                batch = batches[client]
+                    batches[client] = [Batch()]
+                batch = batches[client][-1]
+            value = output
+            if type(output) is Taken:
+                value = output.encoded
+                if output.frames:
+                    if batch.frames:
+                        batch = Batch()
+                        batches[client].append(batch)
+                    batch.frames = output.frames
+                if output.failure is not None:
+                    batch.failures.append(output.failure)
+                    if output.finished:
+                        del active[output.request_id]
+                    continue
             if not request.begun:
                 request.begun = True
                 batch.stamps.append(
                     (len(batch.outputs), request.received, request.scheduled, began, ended)
                 )
-            batch.outputs.append(output)
+            batch.outputs.append(value)
             if output.finished:
                 del active[output.request_id]
         if batches:
@@ -230,12 +245,13 @@ class _Engine:
             if clock >= self.next_report:
                 self.next_report = clock + REPORT_SECONDS
                 report = self.report()
-                for batch in batches.values():
-                    batch.report = report
+                for of_client in batches.values():
+                    of_client[-1].report = report
             # With nothing else to do the output thread need not be woken.
             idle = self.inbox.empty() and not self.core.has_work()
-            for client, batch in batches.items():
-                self.outbox.put(client, batch, now=idle)
+            for client, of_client in batches.items():
+                for batch in of_client:
+                    self.outbox.put(client, batch, now=idle)
 
     def report(self) -> dict[str, Any]:
         found = {**self.core.stats(), **self.histograms}
@@ -253,7 +269,7 @@ class _Engine:
         elif what == "abort":
             self.abort(client, item)
         elif what == "call":
-            self.call(client, item)
+            self.call(client, *item)
         elif what == "gone":
             self.abort_all(client)
         elif what == "wave":
@@ -274,6 +290,11 @@ class _Engine:
         elif what == "refuse":
             request_id, error = item
             self.fail(client, request_id, error, "".join(traceback.format_exception(error)))
+        elif what == "refuse_call":
+            call_id, error = item
+            batch = Batch()
+            batch.fail_call(call_id, error, f"the call's arguments can't be decoded: {error}")
+            self.outbox.put(client, batch)
         elif what == "joined":
             self.coordinated = True
             # Without a coordinator nobody would end a wave.
@@ -372,16 +393,17 @@ class _Engine:
         )
         self.outbox.put(client, batch)
 
-    def call(self, client: int, call: Call) -> None:
+    def call(self, client: int, call_id: int, name: str, arguments: Any) -> None:
         batch = Batch()
         try:
-            method = utility(self.core, call.method)
-            args, kwargs = call.arguments.result
-            result = Result(call.call_id, UtilityResult(method(*args, **kwargs)))
+            method = utility(self.core, name)
+            args, kwargs = arguments
+            result = method(*args, **kwargs)
         except Exception as error:
-            failure = Failure("", type(error).__name__, str(error), traceback.format_exc())
-            result = Result(call.call_id, None, failure)
-        batch.results.append(result)
+            batch.fail_call(call_id, error, str(error))
+        else:
+            # At once: it may be something of the core's own, which the next step changes.
+            batch.add_result(self.outbox.encoder, call_id, result)
         self.outbox.put(client, batch)
 
     # -- loads and waves ---------------------------------------------------------------------------

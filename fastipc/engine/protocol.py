@@ -28,7 +28,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from ..codec import UtilityResult
 from ..errors import HandleMismatch
 
 PROTOCOL = 2
@@ -79,11 +78,12 @@ class StartWave(msgspec.Struct, array_like=True):
 
 
 class Call(msgspec.Struct, array_like=True):
-    """UTILITY: `arguments` is (args, kwargs)."""
+    """UTILITY. `arguments`: a UtilityResult of [args, kwargs], which is decoded by itself with the
+    frames of the message: what can't be decoded fails this call and nothing else."""
 
     call_id: int
     method: str
-    arguments: UtilityResult
+    arguments: msgspec.Raw
 
 
 class Credit(msgspec.Struct, array_like=True):
@@ -130,10 +130,11 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class Result(msgspec.Struct, array_like=True):
-    """Of a utility call: `failure` says why there is none."""
+    """Of a utility call: `result` is a UtilityResult, decoded by itself as `Call.arguments` is;
+    `failure` says why there is none. At most one in a message comes with frames."""
 
     call_id: int
-    result: UtilityResult | None = None
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")
     failure: Failure | None = None
 
 

@@ -6,8 +6,8 @@ request_channel sent -> decoded by the engine's input thread (ROUTER, DEALER, co
 engine_queue    decoded -> handed to the core, between two steps
 scheduler_queue handed to the core -> the step began that made its first output
 step            that step
-output_queue    the step ended -> the output thread took it up
-output_channel  taken up -> decoded by the client (codec, PUSH, PULL)
+output_queue    the step ended -> encoded, and taken up by the output thread
+output_channel  taken up -> decoded by the client (PUSH, PULL, codec)
 client          decoded -> the consumer has it
 first_output    the client was called -> the first output was decoded
 total           the client was called -> the last output was decoded
