@@ -19,6 +19,7 @@ from fastipc import EngineDeadError, sockets
 from fastipc.engine import AsyncEngineClient, EngineClient, launch
 from fastipc.engine import aio as engine_aio
 from fastipc.engine import group as engine_group
+from fastipc.engine.protocol import PROTOCOL, Ready
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -107,6 +108,20 @@ def test_the_end_of_an_engine_is_told_after_the_next_one_is_ready(killed):
             assert [o.token async for o in client.generate(Request("next", 2))] == [1, 2]
 
     asyncio.run(main())
+
+
+def test_the_first_word_of_an_engine_that_has_ended_since_is_no_sign_of_life():
+    """It comes over another connection than the news of its end."""
+    with EngineClient.launch(CountingCore, timeout=60) as client:
+        engine = client.engines[0]
+        os.kill(engine.pid, signal.SIGKILL)
+        eventually(lambda: engine.final)
+        late = Ready(PROTOCOL, 0, engine.epoch + 1, engine.pid, engine.host, "", 1 << 20, False)
+        with client._lock:
+            client._core._take_ready(late)
+        assert not engine.alive
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            client.add_request(Request("a"))
 
 
 def test_all_that_an_engine_finished_before_its_end_counts():
@@ -339,7 +354,7 @@ def test_opening_that_is_cancelled_ends_what_it_has_launched(monkeypatch, launch
     async def main():
         client = AsyncEngineClient.launch(CountingCore)
         task = asyncio.create_task(client.open())
-        await asyncio.to_thread(launches.begun.wait)
+        await asyncio.to_thread(launches.begun.wait, 60)
         if launched:
             launches.go.set()
             eventually(lambda: launches.groups)  # of which the loop knows nothing yet
@@ -348,7 +363,8 @@ def test_opening_that_is_cancelled_ends_what_it_has_launched(monkeypatch, launch
             await task
         launches.go.set()
         await client.close()
-        await asyncio.to_thread(eventually, launches.all_ended)
+        while not launches.all_ended():
+            await asyncio.sleep(0.01)
 
     asyncio.run(main())
     eventually(lambda: launches.groups[0]._closed)
@@ -361,7 +377,7 @@ def test_closing_while_the_engines_are_launched_ends_them(monkeypatch):
     async def main():
         client = AsyncEngineClient.launch(CountingCore)
         task = asyncio.create_task(client.open())
-        await asyncio.to_thread(launches.begun.wait)
+        await asyncio.to_thread(launches.begun.wait, 60)
         await client.close()
         launches.go.set()
         with pytest.raises(fastipc.Closed, match="closed while it was opened"):
