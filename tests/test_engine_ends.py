@@ -16,7 +16,7 @@ from support import eventually
 
 import fastipc
 from fastipc import EngineDeadError, sockets
-from fastipc.engine import AsyncEngineClient, EngineClient, launch
+from fastipc.engine import AsyncEngineClient, EngineClient, frontend, launch
 from fastipc.engine import aio as engine_aio
 from fastipc.engine import group as engine_group
 from fastipc.engine.protocol import PROTOCOL, Ready
@@ -124,7 +124,10 @@ def test_the_first_word_of_an_engine_that_has_ended_since_is_no_sign_of_life():
             client.add_request(Request("a"))
 
 
-def test_all_that_an_engine_finished_before_its_end_counts():
+def test_all_that_an_engine_finished_before_its_end_counts(monkeypatch):
+    # So that a few hundred messages take as many turns as those of a full window might.
+    monkeypatch.setattr(frontend, "_AT_ONCE", 2)
+
     async def main():
         config = {"fail_step_at": 501, "step_seconds": 0.002}
         async with AsyncEngineClient.launch(CountingCore, config, timeout=60) as client:

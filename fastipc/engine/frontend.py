@@ -82,10 +82,6 @@ logger = logging.getLogger("fastipc")
 _AT_ONCE = 64
 """Messages that are taken before others get their turn."""
 
-_BEFORE_AN_END = 64
-"""How many times that, before what an engine has not finished is given up: other engines may send
-for ever."""
-
 UNREACHABLE_SECONDS = 10.0
 """For how long an engine may be unreachable, and nobody know why, until it counts as dead."""
 
@@ -805,9 +801,7 @@ class FrontEndCore:
                 engine = self.engines.setdefault(message.engine, EngineState(message.engine))
                 engine.final = False
             elif isinstance(message, Exited):
-                for _ in range(_BEFORE_AN_END):  # what it said before its end counts
-                    if not self._pump_outputs():
-                        break
+                self._take_what_was_sent()  # what it said before its end counts
                 engine = self.engines.setdefault(message.engine, EngineState(message.engine))
                 engine.ended.append(message.pid)
                 if engine.alive and engine.pid != message.pid:
@@ -827,6 +821,14 @@ class FrontEndCore:
                     engine.load = engine.since_load = 0
             self.on_change()
         return True
+
+    def _take_what_was_sent(self) -> None:
+        """Take all outputs that are on the way. No engine has more there than its window; what
+        others send meanwhile is not waited for, as that may have no end."""
+        most = sum(engine.window for engine in self.engines.values()) // MESSAGE_COST
+        for _ in range(most // _AT_ONCE + 1):
+            if not self._pump_outputs():
+                return
 
     def _last_words(self, dead: Dead) -> None:
         """An engine says that it ends. With what exit code, its parent is about to say."""
