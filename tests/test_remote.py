@@ -255,6 +255,7 @@ def test_who_is_missing_is_named() -> None:
             MessageQueue.create_from_handle(handle, 0),
             MessageQueue.create_from_handle(handle, 2) as reader,
         ):
+            eventually(lambda: writer.stats()["peers"][3]["state"] == "active")
             with pytest.raises(NotReady, match="rank 1") as caught:
                 writer.wait_until_ready(0.3)
             assert caught.value.missing == (1,)
@@ -978,11 +979,19 @@ def test_a_signal_ends_a_wait_and_leaves_the_queue_working(run_child) -> None:
             with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
                 writer.wait_until_ready(30)
                 for i in range(30):
-                    timer = threading.Timer(0.01 + i / 1000, os.kill, (os.getpid(), signal.SIGUSR1))
-                    timer.start()
+                    inside = threading.Event()
+                    def interrupt():
+                        inside.wait()
+                        while not reader._end._turn.taken:
+                            time.sleep(0.001)
+                        time.sleep(0.01 + i / 1000)
+                        os.kill(os.getpid(), signal.SIGUSR1)
+                    thread = threading.Thread(target=interrupt)
+                    thread.start()
                     with pytest.raises(Stop):
+                        inside.set()
                         reader.dequeue()
-                    timer.join()
+                    thread.join()
                     writer.enqueue(i)
                     assert reader.dequeue(30) == i
         """
