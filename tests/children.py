@@ -223,6 +223,11 @@ class Probe(Worker):
             time.sleep(seconds)
         return self.rank
 
+    def nap_until(self, path, ranks=None):
+        while (ranks is None or self.rank in ranks) and not path.exists():
+            time.sleep(0.01)
+        return self.rank
+
     def fail(self, ranks=None):
         if ranks is None or self.rank in ranks:
             raise KeyError(f"rank {self.rank}")

@@ -56,6 +56,21 @@ def one(request):
             yield executor
 
 
+def replied(executor, rank):
+    """Waits for a reply of the worker that nobody has taken, without taking it."""
+    eventually(lambda: not executor._replies[rank].empty(), pause=0.0005)
+
+
+def of_the_first(executor, *args, **options):
+    """Of a call of which worker 1 fails: the outcome when worker 0's reply is there.
+
+    Without it the failure would end the wait after a while.
+    """
+    future = executor.collective_rpc(*args, non_block=True, **options)
+    replied(executor, 0)
+    return future.result(60)
+
+
 def gone(pid):
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -176,7 +191,7 @@ def test_arguments_out_of_range():
 def test_exceptions_come_with_their_traceback(method):
     with workers(2, method=method) as executor:
         with pytest.raises(KeyError) as caught:
-            executor.collective_rpc("fail")
+            of_the_first(executor, "fail")
         assert caught.value.args == ("rank 0",)
         assert isinstance(caught.value.__cause__, RemoteError)
         assert "in fail\n    raise KeyError" in caught.value.__cause__.traceback
@@ -187,7 +202,7 @@ def test_exceptions_come_with_their_traceback(method):
                 executor.collective_rpc("fail", ([rank],))
             assert executor.collective_rpc("echo", (1,)) == [(0, 1, None), (1, 1, None)]
         with pytest.raises(RemoteError, match="0 and more") as caught:
-            executor.collective_rpc("fail_stubbornly")
+            of_the_first(executor, "fail_stubbornly")
         assert caught.value.type_name == "children.Stubborn"
 
 
@@ -212,13 +227,14 @@ def test_what_can_not_be_sent_or_taken():
         futures = [executor.collective_rpc("refuses", non_block=True) for _ in range(2)]
         futures.append(executor.collective_rpc("echo", (2,), unique_reply_rank=1, non_block=True))
         for future in futures[:2]:
+            replied(executor, 0)
             with pytest.raises(LookupError, match="not here") as caught:
                 future.result(60)
             assert "in worker 0" in caught.value.__notes__[0]
         assert futures[2].result(60) == (1, 2, None)
         works()
         # an exception that nobody asked for comes before a reply that doesn't unpickle
-        assert executor.collective_rpc("fail", ([1],), unique_reply_rank=0) == 0
+        assert of_the_first(executor, "fail", ([1],), unique_reply_rank=0) == 0
         for call in ("refuses", "refuses"):
             with pytest.raises(LookupError, match="not here"):
                 executor.collective_rpc(call, unique_reply_rank=1, timeout=60)
@@ -239,7 +255,7 @@ def test_another_workers_exception_ends_the_wait_for_the_one():
 
 def test_another_workers_exception_is_logged_when_nobody_waits(caplog):
     with workers(2) as executor:
-        assert executor.collective_rpc("fail", ([1],), unique_reply_rank=0) == 0
+        assert of_the_first(executor, "fail", ([1],), unique_reply_rank=0) == 0
         assert executor.collective_rpc("echo", unique_reply_rank=1) == (1, None, None)
         assert "worker 1" in caplog.text
         assert "KeyError: 'rank 1'" in caplog.text
@@ -248,11 +264,20 @@ def test_another_workers_exception_is_logged_when_nobody_waits(caplog):
 # ---- timeouts and futures ----------------------------------------------------------------------
 
 
-def test_a_late_reply_is_dropped(method):
+def test_a_late_reply_is_dropped(method, tmp_path):
     with workers(2, method=method) as executor:
         for ranks, missing in (([0], (0,)), ([1], (1,)), (None, (0, 1))):
-            with pytest.raises(ReplyTimeout, match=r"after 0\.1 s no reply to 'nap'") as caught:
-                executor.collective_rpc("nap", (0.3, ranks), timeout=0.1)
+            woken = tmp_path / f"{missing}"
+            future = executor.collective_rpc(
+                "nap_until", (woken, ranks), timeout=0.1, non_block=True
+            )
+            for rank in {0, 1} - set(missing):
+                replied(executor, rank)
+            with pytest.raises(
+                ReplyTimeout, match=r"after 0\.1 s no reply to 'nap_until'"
+            ) as caught:
+                future.result()
+            woken.touch()
             assert caught.value.missing == missing
             assert all(str(executor.children[rank].pid) in str(caught.value) for rank in missing)
             assert executor.collective_rpc("echo", (7,)) == [(0, 7, None), (1, 7, None)]
@@ -270,23 +295,25 @@ def test_a_call_that_can_not_be_sent_in_time():
         assert executor.collective_rpc("echo", (1,)) == [(0, 1, None)]
 
 
-def test_futures():
+def test_futures(tmp_path):
     with workers(2) as executor:
         rpc = executor.collective_rpc
-        slow = rpc("nap", (0.5,), non_block=True)
-        late = rpc("nap", (0.5,), timeout=0.6, non_block=True)
+        slow = rpc("nap_until", (tmp_path / "slow",), non_block=True)
+        late = rpc("nap", (0.5,), timeout=0.1, non_block=True)
         last = rpc("echo", (1,), non_block=True)
         assert not slow.done()
         with pytest.raises(ReplyTimeout):
             slow.result(0.05)
+        (tmp_path / "slow").touch()
         # a call in between comes after those before it
         assert rpc("echo", (2,)) == [(0, 2, None), (1, 2, None)]
         assert slow.done()
         assert slow.result(0) == [0, 1]
         # what has come is there, also after the call's own time
         assert late.result() == [0, 1]
-        late = rpc("nap", (0.5,), timeout=0.1, non_block=True)
+        late = rpc("nap_until", (tmp_path / "late",), timeout=0.1, non_block=True)
         eventually(late.done)
+        (tmp_path / "late").touch()
         with pytest.raises(ReplyTimeout, match=r"after 0\.1 s no reply"):
             late.result()
         assert isinstance(late.exception(), ReplyTimeout)
@@ -321,7 +348,7 @@ def test_replies_that_nobody_reads_keep_nobody_waiting(caplog):
                 executor.collective_rpc("echo", (i,), timeout=0)
         assert executor.collective_rpc("echo", (1,)) == [(0, 1, None), (1, 1, None)]
         for _ in range(700):
-            assert executor.collective_rpc("fail", ([1],), unique_reply_rank=0) == 0
+            assert of_the_first(executor, "fail", ([1],), unique_reply_rank=0) == 0
         assert executor.collective_rpc("echo", (2,)) == [(0, 2, None), (1, 2, None)]
         assert not executor._calls
 
@@ -545,7 +572,7 @@ def test_shutdown_of_a_stopped_worker():
     executor = MultiprocExecutor(Probe, 2, start_method="fork")
     executor.collective_rpc("stop_itself", (1,), non_block=True)
     eventually(lambda: process_state(executor.children[1].pid) == "T")
-    executor.shutdown(graceful=0.3, terminate=0.3)
+    executor.shutdown(graceful=3.0, terminate=0.3)
     assert [child.describe_exit() for child in executor.children] == [
         "exited with code 0",
         "was killed by SIGKILL",
@@ -655,12 +682,15 @@ def test_a_signal_ends_the_wait_and_the_next_call_works():
     def interrupt(number, frame):
         raise InterruptedError("mine")
 
+    def call():
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        executor.collective_rpc("nap", (0.5,))
+
     with workers(2) as executor:
         before = signal.signal(signal.SIGALRM, interrupt)
         try:
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
             with pytest.raises(InterruptedError, match="mine"):
-                executor.collective_rpc("nap", (0.5,))
+                call()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)

@@ -341,8 +341,8 @@ HANDLERS = """
         raise Alarm
 
     signal.signal(signal.SIGALRM, raising)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
     try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
         reader.dequeue()
     except Alarm:
         print("alarm")
