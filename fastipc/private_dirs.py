@@ -106,10 +106,15 @@ class SocketDirectory:
         if util is not None:
             util.Finalize(self, self.remove, exitpriority=-100)
 
-    def remove(self) -> None:
-        """Removes it, with its sockets; the next path is in a new one."""
-        with self._lock:
+    def remove(self, *, wait: bool = True) -> None:
+        """Removes it, with its sockets; the next path is in a new one. Without waiting: not if
+        another thread is about to make it, to get a path or to remove it."""
+        if not self._lock.acquire(blocking=wait):
+            return
+        try:
             path, fd, self._path, self._fd = self._path, self._fd, None, -1
+        finally:
+            self._lock.release()
         if path is not None:
             with contextlib.suppress(OSError):
                 _empty(fd, None)

@@ -124,10 +124,12 @@ def get_open_zmq_ipc_path() -> str:
     return f"ipc://{_directory.socket_path()}"
 
 
-def remove_own_directory() -> None:
+def remove_own_directory(*, wait: bool = True) -> None:
     """Remove the directory of this process's ipc sockets now: it is about to be ended, and may not
-    come to do so later. (A path that is asked for afterwards is in another directory.)"""
-    _directory.remove()
+    come to do so later. (A path that is asked for afterwards is in another directory.) With
+    ``wait=False`` nothing is waited for, and nothing removed while another thread of this process
+    makes the directory, a path in it, or removes it."""
+    _directory.remove(wait=wait)
 
 
 def remove_orphaned_directories() -> None:

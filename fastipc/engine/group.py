@@ -100,7 +100,7 @@ def clean_up_when_orphaned() -> None:
     """In a process that `fastipc.processes.start` started: should its parent be killed, the
     directories of sockets of both go, however little time this process is given."""
     children.on_parent_death(_parent_died)
-    children.on_parent_death(remove_orphaned_directories, last=True)
+    children.on_parent_death(_remove_directories, last=True)
 
 
 def _parent_died() -> None:
@@ -111,6 +111,12 @@ def _parent_died() -> None:
     # Not a daemon, as the thread that this is: the main thread may be at its end sooner than its
     # dying parent.
     threading.Thread(target=_sweep, name="fastipc-sweep", daemon=False).start()
+
+
+def _remove_directories() -> None:
+    """The last thing that this process does, maybe before `_parent_died` got to run."""
+    remove_own_directory(wait=False)
+    remove_orphaned_directories()
 
 
 def _sweep() -> None:
