@@ -133,6 +133,7 @@ def test_requests_go_to_the_engine_with_the_least_to_do():
         busiest = [s for s in streams if s.engine != 1]
         client.abort(*[s.request_id for s in busiest])
         eventually(lambda: [client.engines[e].load for e in range(3)] == [0, 10, 0])
+        eventually(lambda: client.stats()["in_flight"] == 10)
         more = [client.add_request(Request(f"more{i}", 1 << 40)) for i in range(10)]
         assert {s.engine for s in more} == {0, 2}
         for engine in range(3):
@@ -154,7 +155,9 @@ def test_loads_of_other_front_ends_count(start_child):
 
 
 def test_an_abort_goes_to_the_engine_that_has_the_request():
-    with EngineClient.launch(CountingCore, engines=2, timeout=60) as client:
+    with EngineClient.launch(
+        CountingCore, {"step_seconds": 0.002}, engines=2, timeout=60
+    ) as client:
         streams = [client.add_request(Request(str(i), 1 << 40)) for i in range(6)]
         for stream in streams:
             stream.get(30)
@@ -194,8 +197,9 @@ def test_engines_in_lockstep_step_together_and_rest_together():
             before = dummy_steps()
             got = list(client.generate(Request(str(turn), 50), engine=engine))
             assert len(got) == 50
-            # The other one stepped along, without work ...
-            eventually(lambda: dummy_steps()[1 - engine] - before[1 - engine] > 5)  # noqa: B023
+            # The other one steps along, without work ...
+            with client.add_request(Request(f"{turn} on", 1 << 40), engine=engine):
+                eventually(lambda: dummy_steps()[1 - engine] - before[1 - engine] > 5)  # noqa: B023
             # ... and both rest when there is none.
             eventually(lambda: dummy_steps() == dummy_steps())
         assert client._core.wave >= 1
