@@ -34,6 +34,8 @@ NIGHTLY = os.environ.get("FASTIPC_NIGHTLY") == "1"
 
 # A peer's death, and then its files' end, are seen within a second; a loaded machine needs more.
 GRACE_SECONDS = 5.0
+# What is about to go has as long as this to do so: only a test that has failed waits for all of it.
+LEFTOVER_SECONDS = 30.0
 
 # The suite's own room: temporary files go to one half, where nothing may stay, and what pytest and
 # the fixtures keep goes to the other. The names are short for the sake of socket paths.
@@ -201,7 +203,7 @@ class _Leftovers:
 
     def new(self) -> dict[str, set]:
         """What was not there before; what is about to go is waited for."""
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + LEFTOVER_SECONDS
         collected = False
         while True:
             new = {name: look() - self._before[name] for name, look in self._looks.items()}
