@@ -74,7 +74,15 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(_SCRATCH, ignore_errors=True)
 
 
+# Fixtures that compile: whose test comes first waits for that, on a busy machine for minutes.
+_BUILDS = {"hooked_core", "wheel"}
+BUILD_SECONDS = 600.0
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if _BUILDS & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.timeout(BUILD_SECONDS))  # one of its own comes first
     if NIGHTLY:
         return
     nightly = [item for item in items if item.get_closest_marker("nightly")]
@@ -444,7 +452,7 @@ def hooked_core() -> Path:
     for name in ("csrc", "fastipc"):
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
     result = subprocess.run(
-        [sys.executable, "setup.py", "-q", "build", "--build-lib", str(built)],
+        [sys.executable, "setup.py", "-q", "build", "-j", "2", "--build-lib", str(built)],
         cwd=source,
         # (without a sanitizer's run-time library, which would make the compiler crawl)
         env={**os.environ, "FASTIPC_TEST_HOOKS": "1", "LD_PRELOAD": ""},

@@ -285,14 +285,14 @@ _leaked: list[Any] = []
 
 def _leak(kind: str, directory: str) -> None:
     if kind == "memory":
-        _leaked.append(b"x" * (4 << 20))
+        _leaked.append(b"x" * (16 << 20))  # seen after one turn: a slow machine makes few
     elif kind == "descriptor":
         _leaked.append(os.dup(0))
     elif kind == "thread":
         thread = threading.Thread(target=threading.Event().wait, daemon=True)
         thread.start()
     elif kind == "segment":
-        for _ in range(2):
+        for _ in range(8):
             _leaked.append(MessageQueue(1, 1, max_chunk_bytes=CHUNK, max_chunks=2))
     elif kind == "file":
         Path(directory, f"leaked{time.monotonic_ns()}").touch()
@@ -338,7 +338,8 @@ def _forked_reader(inherited: MessageQueue, handle: fastipc.Handle, pattern: Pat
 # handle, a path), which the others take.
 def parts(directory: str, leaks: Sequence[str]) -> dict[str, list[tuple[str, Any, tuple]]]:
     local = {"n_reader": 2, "n_local_reader": 2}
-    remote = {"n_reader": 1, "n_local_reader": 0, "connect_ip": "127.0.0.1"}
+    # Little credit: what a reader that is behind holds unread is not to look like growth.
+    remote = {"n_reader": 1, "n_local_reader": 0, "connect_ip": "127.0.0.1", "max_chunks": 4}
     return {
         "local": [
             ("local writer", queue_writer, (local,)),

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+
 import fastipc
 from fastipc import MessageQueue
 
@@ -189,6 +191,14 @@ def process_state(pid: int) -> str:
     """One letter, as ps shows it: T is stopped, Z has ended, S sleeps."""
     with open(f"/proc/{pid}/stat") as stat:
         return stat.read().rsplit(")", 1)[1].split()[0]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether at most its exit code is left of it."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # between the two
+        return True
 
 
 class Team:

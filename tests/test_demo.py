@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support import eventually, has_ended
 
 import fastipc
 from fastipc.demo import display
@@ -210,8 +211,7 @@ def test_everybody_ends_when_the_demo_is_killed(start_child):
 
     assert child.wait() == -signal.SIGKILL
     for other in others:
-        while other.is_running() and other.status() != psutil.STATUS_ZOMBIE:
-            time.sleep(0.01)
+        eventually(lambda p=other: has_ended(p))
     assert "Traceback" not in child.stderr
 
 

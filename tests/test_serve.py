@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 import pytest
 from serving import Server, Stream
-from support import eventually
+from support import eventually, has_ended
 
 import fastipc
 
@@ -53,7 +53,7 @@ def expected(shard, prompt, tokens, seed, temperature=1.0, image=None):
 
 def gone(processes):
     for process in processes:
-        eventually(lambda p=process: not p.is_running() or p.status() == psutil.STATUS_ZOMBIE)
+        eventually(lambda p=process: has_ended(p))
 
 
 # -- what it answers -------------------------------------------------------------------------------
