@@ -641,6 +641,31 @@ def test_shutdown_ends_the_calls_of_other_threads():
         pending.result()
 
 
+def test_a_shutdown_while_another_thread_looks_for_replies():
+    executor = MultiprocExecutor(Probe, 2, start_method="fork")
+
+    class Closing:
+        """A queue that is closed when it has just said that it isn't."""
+
+        closed = False
+
+        def __init__(self, queue):
+            self.queue = queue
+
+        def __getattr__(self, name):
+            return getattr(self.queue, name)
+
+        def empty(self):
+            thread = threading.Thread(target=executor.shutdown, kwargs={"graceful": 0.0})
+            thread.start()
+            thread.join()
+            return self.queue.empty()
+
+    executor._replies[1] = Closing(executor._replies[1])
+    with pytest.raises(Closed, match="the executor was shut down"):
+        executor.collective_rpc("nap", (1000, [0]))
+
+
 def test_what_was_never_shut_down():
     executor = MultiprocExecutor(Probe, 2, start_method="fork")
     made = executor.children

@@ -386,7 +386,10 @@ class MultiprocExecutor(Executor):
 
     def _sent(self, number: int) -> bool:
         """Nothing but calls is sent, so their count is the last one's number."""
-        return not self._out.closed and self._out.stats()["messages"] >= number
+        try:
+            return not self._out.closed and self._out.stats()["messages"] >= number
+        except Closed:  # by another thread's shutdown, between the two
+            return False
 
     def _insist(self, call: _Call, message: tuple[Any, ...]) -> None:
         """There was no room. Workers that wait for room for their replies take no calls: so
@@ -484,11 +487,18 @@ class MultiprocExecutor(Executor):
                 return
 
     def _drain(self) -> None:
-        for rank, queue in enumerate(self._replies):
-            while (self._inboxes[rank] or (not queue.closed and not queue.empty())) and self._take(
-                rank, 0
-            ):
+        for rank in self._ranks:
+            while (self._inboxes[rank] or self._has_reply(rank)) and self._take(rank, 0):
                 pass
+
+    def _has_reply(self, rank: int) -> bool:
+        """Whether a reply lies in the worker's queue. False if it is closed, which another thread's
+        shutdown may do at any moment."""
+        queue = self._replies[rank]
+        try:
+            return not queue.closed and not queue.empty()
+        except Closed:
+            return False
 
     def _take(self, rank: int, timeout: float) -> bool:
         """One reply of a worker, to whom it may concern. False if there was none.
