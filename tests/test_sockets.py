@@ -921,7 +921,7 @@ def test_asyncio_sends_are_tracked() -> None:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def send_arrays(path: str, count: int, size: int) -> None:
+def send_arrays(path: str, count: int, size: int, pauses: set[int], go: Any) -> None:
     ctx: Any = zmq.Context()
     push = make_zmq_socket(ctx, path, zmq.PUSH, linger=20_000)
     push.SNDHWM = 4
@@ -930,6 +930,8 @@ def send_arrays(path: str, count: int, size: int) -> None:
     for n in range(count):
         sends = send_frames(push, encoder.encode([n, array]))
         sends.wait()
+        if n in pauses:
+            go.recv()
     push.close()
     ctx.term()
 
@@ -945,8 +947,11 @@ def test_resident_memory_is_what_is_kept(ctx: Any, kind: str) -> None:
     size, count = 4 << 20, 10_000 if NIGHTLY else 600
     path = get_open_zmq_ipc_path()
     pull = narrow_pull(ctx, path)
+    # The sender waits after these, so that nothing is on its way when memory is looked at.
+    looks = {count // 10, count // 2 - 1, count - 1}
+    go, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
-        target=send_arrays, args=(path, count, size)
+        target=send_arrays, args=(path, count, size, looks, theirs)
     )
     process.start()
     decoder = MsgpackDecoder(tuple[int, np.ndarray])
@@ -966,12 +971,13 @@ def test_resident_memory_is_what_is_kept(ctx: Any, kind: str) -> None:
         if n >= count // 2 and n % 100 == 0:
             kept.append(array)
         del array
-        if n in (count // 10, count // 2 - 1, count - 1):
+        if n in looks:
             gc.collect()
             levels.append(resident())
+            go.send("on")
     process.join()
     assert process.exitcode == 0
-    slack = 24 << 20  # a few messages that are on their way
+    slack = 24 << 20  # what the allocators keep for later, about
     assert abs(levels[1] - levels[0]) < slack
     assert abs(levels[2] - levels[1] - len(kept) * size) < slack
     assert len(kept) == count // 200
