@@ -855,6 +855,7 @@ def test_a_reader_that_cannot_be_knocked_at_has_a_time_of_grace(run_child) -> No
                 for i in range(20):
                     writer.enqueue(i)
                     assert reader.dequeue(30) == i
+                grace, writer._end._grace = writer._end._grace, 1.5
                 line.paused.set()
                 line.tear()
                 try:
@@ -863,6 +864,7 @@ def test_a_reader_that_cannot_be_knocked_at_has_a_time_of_grace(run_child) -> No
                         time.sleep(0.01)
                 except PeerDied as error:
                     assert error.rank == 0
+                writer._end._grace = grace
                 line.paused.clear()
                 # it was not dead, and says so
                 while True:
@@ -874,7 +876,7 @@ def test_a_reader_that_cannot_be_knocked_at_has_a_time_of_grace(run_child) -> No
                 while reader.dequeue(60) != "here again":
                     pass
         """,
-        env={"FASTIPC_REMOTE_GRACE": "1.5", "PYTHONPATH": os.path.dirname(__file__)},
+        env={"FASTIPC_REMOTE_GRACE": "10", "PYTHONPATH": os.path.dirname(__file__)},
     )
 
 
