@@ -122,8 +122,10 @@ class Batch:
         self.results.append(Result(call_id, failure=failure))
 
     def fits(self, later: Batch) -> bool:
-        """Whether one message can have both: the frames of each are numbered from 1."""
-        return not (self.frames and later.frames)
+        """Whether one message can have both."""
+        if self.aborted and (later.encoded or later.failures):
+            return False  # these may be of a request with an id that was aborted before
+        return not (self.frames and later.frames)  # the frames of each are numbered from 1
 
     def add(self, later: Batch) -> None:
         """Append what was made later, and fits."""
@@ -196,7 +198,7 @@ class Outbox(threading.Thread):
         self._words: SimpleQueue[tuple[str, int, Any]] = SimpleQueue()
         self._bell = threading.Lock()
         self._bell.acquire()
-        self._mine = threading.Lock()  # the sockets, the encoder, the peers
+        self._mine = threading.Lock()  # the sockets, the peers
         self._peers: dict[int, _Peer] = {}
         self.encoder = MsgpackEncoder()
         self._buffers = BufferPool()
