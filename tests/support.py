@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import linecache
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from types import CodeType, FrameType
 from typing import Any
 
 import psutil
@@ -60,6 +63,48 @@ def eventually(condition: Callable[[], Any], pause: float = 0.005) -> Any:
     while not (value := condition()):
         time.sleep(pause)
     return value
+
+
+class Interrupted(BaseException):
+    """What a signal handler raises."""
+
+
+def within(*files: str) -> Callable[[CodeType], bool]:
+    """Whether code is in a file whose path ends so."""
+    return lambda code: code.co_filename.endswith(files)
+
+
+def interrupted_at(
+    point: int, where: Callable[[CodeType], bool], call: Callable[[], object]
+) -> bool:
+    """Calls, and has Interrupted raised at that line of those that it comes to where `where` says
+    yes, as a signal handler would. Returns whether it came so far.
+
+    (Not at the lines that begin `with` and `try`: no signal handler is called there, nor would the
+    with-statement around it end.)"""
+    left = point
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if not where(frame.f_code):
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and not line.lstrip().startswith(("with ", "try:")):
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise Interrupted
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupted:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
 
 
 def asleep(end: Any, more_than: int = 0) -> Callable[[], bool]:

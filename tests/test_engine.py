@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import linecache
 import os
 import pickle
 import random
@@ -31,7 +30,15 @@ from engine_cores import (
     Sealed,
     YieldingCore,
 )
-from support import NIGHTLY, eventually, forever, process_state
+from support import (
+    NIGHTLY,
+    Interrupted,
+    eventually,
+    forever,
+    interrupted_at,
+    process_state,
+    within,
+)
 
 import fastipc
 from fastipc import EngineDeadError, RequestFailed, SlowConsumer, TooManyRequests, sockets
@@ -223,42 +230,8 @@ def test_an_output_that_cannot_be_encoded_fails_its_request_alone():
         assert tokens(good) == [1, 2, 3]
 
 
-class Interrupted(BaseException):
-    """What a signal handler raises."""
-
-
-def interrupted_at(point, files, call):
-    """Call `call`, and have Interrupted raised at that line of those that it comes to in these
-    files, as a signal handler would. Returns whether it came so far.
-
-    (Not at the lines that begin `with` and `try`: no signal handler is called there, nor would the
-    with-statement around it end.)"""
-    left = point
-
-    def trace(frame, event, _):
-        nonlocal left
-        if not frame.f_code.co_filename.endswith(files):
-            return None
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and not line.lstrip().startswith(("with ", "try:")):
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise Interrupted
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except Interrupted:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
-
-
-SENDING = ("engine/client.py", "engine/aio.py", "engine/frontend.py", "fastipc/sockets.py")
+ONE_SEND = within("fastipc/sockets.py")
+SENDING = within("engine/client.py", "engine/aio.py", "engine/frontend.py", "fastipc/sockets.py")
 
 
 def test_an_interrupted_add_leaves_nothing_and_its_id_free(client):
@@ -317,7 +290,7 @@ def test_an_interrupted_abort_or_call_leaves_a_client_that_works(client):
     for point in range(1000):
         name = f"aborted {point}"
         stream = client.add_request(Request(name, 1 << 40))
-        if not interrupted_at(point, SENDING[-1:], lambda name=name: client.abort(name)):
+        if not interrupted_at(point, ONE_SEND, lambda name=name: client.abort(name)):
             break
         eventually(lambda: client.stats()["in_flight"] == 0)
         for _ in stream:

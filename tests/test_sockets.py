@@ -17,12 +17,14 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
+from support import interrupted_at
 
 from fastipc import sockets
 from fastipc.codec import MsgpackDecoder, MsgpackEncoder
@@ -723,33 +725,8 @@ def test_a_full_queue_sends_and_borrows_nothing(ctx: Any) -> None:
     assert pending_sends(push) == 1
 
 
-class Interrupted(BaseException):
-    """What a signal handler raises."""
-
-
-def interrupted_at(point: int, call: Any) -> bool:
-    """Call `call`, and have Interrupted raised at that line of those that it comes to, as a signal
-    handler would. Returns whether it came so far."""
-    left = point
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal left
-        if event == "line" and frame.f_code.co_name in ("send_frames", "send"):
-            left -= 1
-            if left < 0:
-                sys.settrace(None)
-                raise Interrupted
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except Interrupted:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+def sends(code: CodeType) -> bool:
+    return code.co_name in ("send_frames", "send")
 
 
 @pytest.mark.parametrize(
@@ -779,7 +756,7 @@ def test_an_interrupted_send_leaves_a_socket_that_works(ctx: Any, kind: int, pee
     skip = 1 if peer == zmq.ROUTER else 0
     interrupted = 0
     for point in range(100):
-        if not interrupted_at(point, lambda: send_frames(sender, [*head, *whole])):
+        if not interrupted_at(point, sends, lambda: send_frames(sender, [*head, *whole])):
             break
         interrupted += 1
         mark = b"whole %d" % point
