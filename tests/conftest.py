@@ -27,6 +27,7 @@ import psutil
 import pytest
 
 import fastipc
+import fastipc.sockets
 
 ROOT = Path(__file__).resolve().parent.parent
 CI = os.environ.get("FASTIPC_CI") == "1"
@@ -259,6 +260,14 @@ def nothing_left_by_the_session() -> Iterator[None]:
     yield
     new = before.new()
     assert not new, f"the session left behind {new}"
+
+
+@pytest.fixture(scope="module")
+def own_socket_directory() -> Iterator[None]:
+    """The directory of this process's ipc sockets goes when it ends: here with the module."""
+    fastipc.sockets.get_open_zmq_ipc_path()
+    yield
+    fastipc.sockets._directory.remove()
 
 
 def _kill(process: psutil.Process) -> None:

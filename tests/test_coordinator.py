@@ -12,20 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import NIGHTLY, eventually, forever
 
-from fastipc import EngineDeadError, sockets
+from fastipc import EngineDeadError
 from fastipc.engine import EngineClient, launch
 from fastipc.engine.coordinator import Coordinator
 from fastipc.engine.protocol import Report, Wave
 
-pytestmark = pytest.mark.timeout(90)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_socket_directory_is_left():
-    """The directory of this process's ipc sockets goes when it ends: here with the module."""
-    sockets.get_open_zmq_ipc_path()
-    yield
-    sockets._directory.remove()
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("own_socket_directory")]
 
 
 def busy(engine, wave, start=False, running=1):

@@ -41,7 +41,7 @@ from support import (
 )
 
 import fastipc
-from fastipc import EngineDeadError, RequestFailed, SlowConsumer, TooManyRequests, sockets
+from fastipc import EngineDeadError, RequestFailed, SlowConsumer, TooManyRequests
 from fastipc.engine import (
     AsyncEngineClient,
     ClientSpec,
@@ -55,19 +55,11 @@ from fastipc.engine import group as group_module
 from fastipc.engine.core import check_core_class
 
 METHODS = ["fork", "spawn", "forkserver"]
-pytestmark = pytest.mark.timeout(90)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_socket_directory_is_left():
-    """The directory of this process's ipc sockets goes when it ends: here with the module."""
-    sockets.get_open_zmq_ipc_path()
-    yield
-    sockets._directory.remove()
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("own_socket_directory")]
 
 
 @pytest.fixture(scope="module")
-def client(no_socket_directory_is_left):
+def client(own_socket_directory):
     """A client of one engine, for what leaves it as it was."""
     # (steps that take some time: what a test leaves unread for a while is not too much)
     with EngineClient.launch(CountingCore, {"step_seconds": 0.001}, timeout=60) as made:

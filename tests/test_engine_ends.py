@@ -15,21 +15,13 @@ from engine_cores import CountingCore, LockstepCore, Request
 from support import eventually
 
 import fastipc
-from fastipc import EngineDeadError, sockets
+from fastipc import EngineDeadError
 from fastipc.engine import AsyncEngineClient, EngineClient, frontend, launch
 from fastipc.engine import aio as engine_aio
 from fastipc.engine import group as engine_group
 from fastipc.engine.protocol import PROTOCOL, Ready
 
-pytestmark = pytest.mark.timeout(90)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_socket_directory_is_left():
-    """The directory of this process's ipc sockets goes when it ends: here with the module."""
-    sockets.get_open_zmq_ipc_path()
-    yield
-    sockets._directory.remove()
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("own_socket_directory")]
 
 
 def tokens(outputs):
@@ -343,6 +335,13 @@ class Launches:
         self.groups.append(launch(*args, **kwargs))
         return self.groups[0]
 
+    async def opening(self):
+        """A client that is being opened, and the task that does it: it has come here."""
+        client = AsyncEngineClient.launch(CountingCore)
+        task = asyncio.create_task(client.open())
+        await asyncio.to_thread(self.begun.wait, 60)
+        return client, task
+
     def all_ended(self):
         return self.groups and not any(
             child.is_alive() for child in self.groups[0].processes.values()
@@ -355,9 +354,7 @@ def test_opening_that_is_cancelled_ends_what_it_has_launched(monkeypatch, launch
     monkeypatch.setattr(engine_aio, "launch", launches)
 
     async def main():
-        client = AsyncEngineClient.launch(CountingCore)
-        task = asyncio.create_task(client.open())
-        await asyncio.to_thread(launches.begun.wait, 60)
+        client, task = await launches.opening()
         if launched:
             launches.go.set()
             eventually(lambda: launches.groups)  # of which the loop knows nothing yet
@@ -378,9 +375,7 @@ def test_closing_while_the_engines_are_launched_ends_them(monkeypatch):
     monkeypatch.setattr(engine_aio, "launch", launches)
 
     async def main():
-        client = AsyncEngineClient.launch(CountingCore)
-        task = asyncio.create_task(client.open())
-        await asyncio.to_thread(launches.begun.wait, 60)
+        client, task = await launches.opening()
         await client.close()
         launches.go.set()
         with pytest.raises(fastipc.Closed, match="closed while it was opened"):
