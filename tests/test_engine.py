@@ -1087,6 +1087,32 @@ def test_garbage_on_the_channels_is_survived(client):
     assert tokens(client.generate(Request("a", 2))) == [1, 2]
 
 
+def test_engines_are_known_in_the_order_of_their_indices_however_they_come():
+    """Before the group has said which there are, too: each says that it is ready when it is."""
+    spec = ClientSpec(client_index=0, control=fastipc.sockets.get_open_zmq_ipc_path())
+    core = frontend.FrontEndCore(spec, Request, Output)
+    try:
+        end = core._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        with zmq.Context() as ctx:
+            for index in (2, 0, 1):
+                with ctx.socket(zmq.DEALER) as engine:
+                    engine.setsockopt(zmq.ROUTING_ID, protocol.identity(index))
+                    engine.connect(end)
+                    ready = protocol.Ready(
+                        protocol.PROTOCOL, index, index + 1, 1, "h", "b", 1, False
+                    )
+                    engine.send(msgspec.msgpack.encode(ready))
+                    eventually(lambda i=index: core.sockets[core._router]() or i in core.engines)
+        assert list(core.engines) == [0, 1, 2]
+        for engine in core.engines.values():
+            engine.alive, engine.reason = False, "gone"
+        expected = "no engine is alive: engine 0: gone; engine 1: gone; engine 2: gone"
+        with pytest.raises(EngineDeadError, match=expected):
+            core.choose(None)
+    finally:
+        core.close()
+
+
 def break_(core, monkeypatch):
     """Have the next message of an engine be one too many for the front end."""
 

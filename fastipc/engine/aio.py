@@ -369,7 +369,7 @@ class AsyncEngineClient:
         core = self._core
         core.check_open()
         futures = []
-        indices = sorted(core.engines) if engine is None else [engine]
+        indices = list(core.engines) if engine is None else [engine]
         for chosen in [core.choose(index) for index in indices]:
             future: asyncio.Future[Any] = self._loop.create_future()
             core.call(chosen, method, args, kwargs, _finisher(future))

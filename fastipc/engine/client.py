@@ -350,7 +350,7 @@ class EngineClient:
         self._check_process()
         with self._lock:
             self._core.check_open()
-            indices = sorted(self._core.engines) if engine is None else [engine]
+            indices = list(self._core.engines) if engine is None else [engine]
             for chosen in [self._core.choose(index) for index in indices]:
                 call = PendingCall(f"{method}() of engine {chosen.index}")
                 self._core.call(chosen, method, args, kwargs, call._finish)

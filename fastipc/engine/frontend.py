@@ -214,6 +214,7 @@ class FrontEndCore:
         codec_registry.allow(self.request_type, self.output_type)
         self.stages = Stages()
         self.engines: dict[int, EngineState] = {}
+        """By index, in their order; never changed in place (see `_known`)."""
         self.requests: dict[str, _Entry] = {}
         self.calls: dict[int, tuple[EngineState, Callable[[Any, BaseException | None], None]]] = {}
         self.undoing: dict[tuple[str, EngineState], int] = {}
@@ -349,7 +350,7 @@ class FrontEndCore:
                 f"nobody answered at {self.spec.control} for {seconds:g} s: whoever launched the "
                 "engines has ended, or can't be reached"
             )
-        missing = tuple(sorted(e.index for e in self.engines.values() if not e.alive))
+        missing = tuple(e.index for e in self.engines.values() if not e.alive)
         names = ", ".join(str(index) for index in missing)
         return NotReady(
             f"of {len(self.engines)} engines {names} {'was' if len(missing) == 1 else 'were'} "
@@ -392,7 +393,7 @@ class FrontEndCore:
         if engine is not None:
             found = self.engines.get(engine)
             if found is None:
-                raise ValueError(f"there is no engine {engine}, only {sorted(self.engines)}")
+                raise ValueError(f"there is no engine {engine}, only {list(self.engines)}")
             if not found.alive:
                 raise found.dead_error("the request was not sent")
             return found
@@ -722,8 +723,17 @@ class FrontEndCore:
             self._take_ready(ready)
         return True
 
+    def _known(self, index: int) -> EngineState:
+        """The engine of that index, which may be new. They are kept in the order of the indices: in
+        what order they happen to say that they are ready tells nobody anything."""
+        engine = self.engines.get(index)
+        if engine is None:
+            engine = EngineState(index)
+            self.engines = dict(sorted([*self.engines.items(), (index, engine)]))
+        return engine
+
     def _take_ready(self, ready: Ready) -> None:
-        engine = self.engines.setdefault(ready.engine, EngineState(ready.engine))
+        engine = self._known(ready.engine)
         if ready.pid in engine.ended:
             return
         if ready.protocol != PROTOCOL:
@@ -794,15 +804,15 @@ class FrontEndCore:
                     return False
                 self.welcome = True
                 for index in message.engines:
-                    self.engines.setdefault(index, EngineState(index))
+                    self._known(index)
                 if message.coordinator is not None and self._loads is None:
                     self._hear_loads(message.coordinator)
             elif isinstance(message, Joined):
-                engine = self.engines.setdefault(message.engine, EngineState(message.engine))
+                engine = self._known(message.engine)
                 engine.final = False
             elif isinstance(message, Exited):
                 self._take_what_was_sent()  # what it said before its end counts
-                engine = self.engines.setdefault(message.engine, EngineState(message.engine))
+                engine = self._known(message.engine)
                 engine.ended.append(message.pid)
                 if engine.alive and engine.pid != message.pid:
                     continue  # another has been started in its place, and is ready
@@ -939,7 +949,7 @@ class FrontEndCore:
                     name: Histogram.from_builtins(value)
                     for name, value in (engine.report or {}).items()
                 }
-                for index, engine in sorted(self.engines.items())
+                for index, engine in self.engines.items()
             },
         }
 
@@ -958,7 +968,7 @@ class FrontEndCore:
                     for name, value in (engine.report or {}).items()
                 },
             }
-            for index, engine in sorted(self.engines.items())
+            for index, engine in self.engines.items()
         }
         return {
             "in_flight": len(self.requests),
