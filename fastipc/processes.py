@@ -306,6 +306,9 @@ def on_parent_death(callback: Callable[[], object], *, last: bool = False) -> No
     With ``last`` it is called right before that exit, if the process has not come to its end by
     itself; then it must not wait for anything.
 
+    A parent may be dead before its child runs. What the ``prepare`` of ``start`` registers is
+    called then, too.
+
     Raises RuntimeError where ``start`` has not started this process.
     """
     if _this is None:
@@ -329,6 +332,7 @@ def _main(
     kwargs: Mapping[str, Any],
     env: Mapping[str, str],
     ends_at_sigterm: bool,
+    prepare: Callable[[], object] | None,
 ) -> None:
     """The child's first function of ours, in its main thread."""
     global _this
@@ -340,6 +344,8 @@ def _main(
     _held.update((death, ready_end))
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
+        if prepare is not None:
+            prepare()
         threading.Thread(target=child.watch, name="fastipc-death-watch", daemon=True).start()
         _hook_exit()
         os.environ.update(env)
@@ -518,6 +524,7 @@ def start(
     env: Mapping[str, str] | None = None,
     daemon: bool = False,
     ends_at_sigterm: bool | None = None,
+    prepare: Callable[[], object] | None = None,
 ) -> ChildProcess:
     """Starts target(*args, **kwargs) in a child process, which ends when this process does.
 
@@ -537,6 +544,9 @@ def start(
             a service manager sends SIGTERM to all processes at once. None: as this process itself,
             if it was started by ``start``; else True. (multiprocessing's fork server ends at
             SIGTERM whatever is said here, and so does its child until it has begun.)
+        prepare: the child calls it, with no arguments, before it looks whether its parent is still
+            alive: where ``on_parent_death`` is called for what must not be missed, though the
+            parent died while the child was importing. Should not take long; pickled as target is.
 
     Returns:
         the child; call its wait_ready, or wait_all_ready, and in the end ``stop``.
@@ -586,6 +596,7 @@ def start(
             dict(kwargs or {}),
             variables,
             ends_at_sigterm,
+            prepare,
         ),
         name=label,
         daemon=daemon,

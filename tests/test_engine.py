@@ -919,13 +919,15 @@ def test_an_orphans_directory_goes_although_it_hears_late_that_it_is_one(start_c
         from fastipc import processes, sockets
         from fastipc.engine.group import clean_up_when_orphaned
 
-        def child():
+        def prepare():
             processes.on_parent_death(lambda: time.sleep(1000))
             clean_up_when_orphaned()
+
+        def child():
             processes.ready(sockets.get_open_zmq_ipc_path())
             time.sleep(1000)
 
-        made = processes.start(child, name="child", start_method="fork")
+        made = processes.start(child, name="child", start_method="fork", prepare=prepare)
         print("path", made.wait_ready(60), made.pid, flush=True)
         time.sleep(1000)
         """
@@ -936,6 +938,34 @@ def test_an_orphans_directory_goes_although_it_hears_late_that_it_is_one(start_c
     script.send_signal(signal.SIGKILL)
     eventually(lambda: not running(int(pid)))
     assert not directory.exists()
+
+
+def test_a_parent_killed_while_its_engines_import_leaves_nothing(tmp_path, start_child):
+    child = start_child(
+        """
+        import multiprocessing, os, time
+        if __name__ == "__mp_main__":
+            print(f"{multiprocessing.current_process().name} imports: {os.getpid()}", flush=True)
+            while os.getppid() == int(os.environ["LAUNCHED_BY"]):
+                time.sleep(0.01)
+
+        from engine_cores import CountingCore
+        from fastipc.engine import launch
+
+        if __name__ == "__main__":
+            os.environ["LAUNCHED_BY"] = str(os.getpid())
+            group = launch(CountingCore, engines=2, start_method="spawn")
+            time.sleep(100)
+        """,
+        env={"PYTHONPATH": os.path.dirname(__file__), "FASTIPC_RPC_BASE_PATH": str(tmp_path)},
+    )
+    names = ("engine coordinator", "engine 0", "engine 1")
+    pids = [int(child.wait_for(f"{name} imports").split()[-1]) for name in names]
+    assert len(list(tmp_path.glob("fastipc-*"))) == 1
+    child.send_signal(signal.SIGKILL)
+    child.process.wait()
+    eventually(lambda: not any(map(running, pids)))
+    assert not list(tmp_path.glob("fastipc-*"))
 
 
 def test_an_engine_is_started_again_if_told_so():

@@ -732,6 +732,41 @@ def test_how_a_child_ends_with_its_parent(target, start_child, tmp_path):
         assert path.with_suffix(".ended").exists()
 
 
+def test_the_parent_is_killed_while_its_child_imports(start_child, tmp_path):
+    """What was prepared is done, however long the preparing took."""
+    said = tmp_path / "said"
+    script = start_child(
+        """
+        import os, sys, time
+        from pathlib import Path
+        from fastipc import processes
+
+        said = Path(sys.argv[1])
+        if __name__ == "__mp_main__":
+            print(f"importing {os.getpid()}", flush=True)
+            while os.getppid() == int(os.environ["STARTED_BY"]):
+                time.sleep(0.01)
+
+        def prepare():
+            time.sleep(1)
+            processes.on_parent_death(lambda: said.write_text("orphaned"))
+
+        def child():
+            time.sleep(1000)
+
+        if __name__ == "__main__":
+            os.environ["STARTED_BY"] = str(os.getpid())
+            processes.start(child, name="child", start_method="spawn", prepare=prepare)
+            time.sleep(1000)
+        """,
+        said,
+    )
+    pid = int(script.wait_for("importing").split()[1])
+    script.send_signal(signal.SIGKILL)
+    eventually(lambda: gone(pid))
+    assert said.read_text() == "orphaned"
+
+
 @pytest.mark.parametrize("stopped", [False, True], ids=["running", "stopped"])
 def test_the_parent_ends_without_stopping_its_children(method, stopped, start_child, tmp_path):
     path = tmp_path / "pids"

@@ -13,6 +13,7 @@ from fastipc.demo import front_end
 from fastipc.demo.core import DemoConfig, DemoCore
 from fastipc.demo.front_end import Orders, Report
 from fastipc.engine import AsyncEngineClient, EngineGroup, launch
+from fastipc.engine.group import clean_up_when_orphaned
 
 __all__ = ["Options", "ProcessUse", "Result", "Watcher", "run"]
 
@@ -100,7 +101,12 @@ async def _work(
             await client.wait_until_ready(front_end.READY_SECONDS)
             for spec, own in zip(group.clients[1:], orders[1:], strict=True):
                 others.append(
-                    processes.start(front_end.main, (spec, own), name=f"front end {own.index}")
+                    processes.start(
+                        front_end.main,
+                        (spec, own),
+                        name=f"front end {own.index}",
+                        prepare=clean_up_when_orphaned,
+                    )
                 )
             named = _topology(client, group, others)
             coordinator = group.coordinator

@@ -17,7 +17,6 @@ from fastipc import processes
 from fastipc.demo import model
 from fastipc.demo.core import Generate, Tokens
 from fastipc.engine import AsyncEngineClient, ClientSpec
-from fastipc.engine.group import clean_up_when_orphaned
 
 __all__ = ["READY_SECONDS", "Orders", "Report", "WrongTokens", "check", "job", "main", "run"]
 
@@ -216,7 +215,6 @@ def check(orders: Orders, said: dict[int, bytes]) -> tuple[bytes, bytes]:
 
 def main(spec: ClientSpec, orders: Orders) -> None:
     """A front end in a process of its own. What its parent waits for is the report."""
-    clean_up_when_orphaned()
 
     async def front_end() -> tuple[Report, dict[int, bytes]]:
         async with AsyncEngineClient(spec) as client:

@@ -66,7 +66,6 @@ def _engine_main(
     core_class: type[EngineCore], config: Any, index: int, control: str, key: str, window: int
 ) -> None:
     """The main function of an engine's process."""
-    clean_up_when_orphaned()
     started = False
 
     def ready() -> None:
@@ -92,13 +91,12 @@ def _engine_main(
 
 
 def _coordinator_main(control: str, key: str, host: str) -> None:
-    clean_up_when_orphaned()
     run_coordinator(control, key, host, children.ready)
 
 
 def clean_up_when_orphaned() -> None:
-    """In a process that `fastipc.processes.start` started: should its parent be killed, the
-    directories of sockets of both go, however little time this process is given."""
+    """The ``prepare`` of a process that `fastipc.processes.start` starts: should its parent be
+    killed, the directories of sockets of both go, however little time this process is given."""
     children.on_parent_death(_parent_died)
     children.on_parent_death(_remove_directories, last=True)
 
@@ -270,6 +268,7 @@ class EngineGroup:
             name="engine coordinator",
             start_method=self._start_method,
             ends_at_sigterm=self._ends_at_sigterm,
+            prepare=clean_up_when_orphaned,
         )
         return started
 
@@ -288,6 +287,7 @@ class EngineGroup:
             start_method=self._start_method,
             env=self._env,
             ends_at_sigterm=self._ends_at_sigterm,
+            prepare=clean_up_when_orphaned,
         )
 
     def _all_children(self) -> list[children.ChildProcess]:

@@ -406,7 +406,6 @@ async def _alone(spec: ClientSpec, listener: socket.socket, address: str, told: 
 
 def _api_server_main(spec: ClientSpec, family: int, where: Any, pipe: Connection) -> None:
     """The main function of an API server's process."""
-    clean_up_when_orphaned()
     _log_to_stderr()
     try:
         code = asyncio.run(_one_of_several(spec, family, where, pipe))
@@ -537,6 +536,7 @@ class _Parent:
                     # A terminal or a service manager sends signals to all processes. This one
                     # passes them on through the pipe, so that each counts once.
                     ends_at_sigterm=False,
+                    prepare=clean_up_when_orphaned,
                 )
         except BaseException:
             ours.close()
