@@ -522,6 +522,22 @@ def test_a_reader_that_was_busy_for_long_still_wakes():
         assert got == ["wake"]
 
 
+@pytest.mark.timeout(300)
+def test_a_reader_that_has_never_slept_wakes_and_has_not_grown():
+    """Two million messages, of which none finds it asleep, and one that does."""
+    n = 2_000_000
+    with Team() as team, MessageQueue(1, 1) as writer:
+        reader = team.start(workers.read_awake_then_asleep, writer.export_handle(), n)
+        writer.wait_until_ready()
+        for i in range(n):
+            writer.enqueue(i)
+        assert reader._connection.recv() == "asleep"
+        writer.enqueue("wake")
+        last, early, late = reader.result()
+    assert last == "wake"
+    assert late <= early + (1 << 20), f"its memory grew from {early} to {late} bytes"
+
+
 def test_two_queues_that_are_full_both_ways_time_out_rather_than_lock_up():
     with Team() as team, MessageQueue(1, 1, slots=2) as requests:
         member = team.start(workers.request_response, requests.export_handle(), {"slots": 2})

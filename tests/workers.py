@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from support import asleep, eventually, resident_bytes
 
 import fastipc
 from fastipc import Handle, HandleMismatch, MessageQueue
@@ -72,6 +74,35 @@ def check_all(
             pattern.check(n, message)
             n += 1
     return n
+
+
+def read_awake_then_asleep(connection: Connection, handle: Handle, n: int) -> tuple[Any, int, int]:
+    """Takes messages 0 to n - 1 without ever sleeping, then one more in its sleep, of which it
+    tells over the connection. Returns that one, and its memory after a twentieth of the others and
+    in the end."""
+    early = 0
+    with MessageQueue.create_from_handle(handle, 0) as queue:
+        for i in range(n):
+            while True:
+                try:
+                    message = queue.dequeue(timeout=0)
+                    break
+                except fastipc.Empty:
+                    pass
+            assert message == i
+            if i == n // 20:
+                early = resident_bytes()
+        assert queue.stats()["sleeps"] == 0
+
+        def tell() -> None:
+            eventually(asleep(queue))
+            connection.send("asleep")
+
+        teller = threading.Thread(target=tell)
+        teller.start()
+        last = queue.dequeue()
+        teller.join()
+    return last, early, resident_bytes()
 
 
 def send_all(connection: Connection, seed: int, largest: int, n: int, options: dict) -> None:
