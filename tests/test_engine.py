@@ -53,6 +53,7 @@ from fastipc.engine import (
 )
 from fastipc.engine import group as group_module
 from fastipc.engine.core import check_core_class
+from fastipc.engine.outbox import Batch, Outbox
 
 METHODS = ["fork", "spawn", "forkserver"]
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("own_socket_directory")]
@@ -441,6 +442,45 @@ def test_a_request_sent_again_is_ignored_and_an_abort_may_come_twice(client):
     assert after["added"] == before["added"] + 1
     assert after["aborted"] == before["aborted"] + 1
     assert after["live"] == []
+
+
+def test_the_answer_to_an_earlier_stall_limits_nothing():
+    """It comes late, when the front end has taken all, the core was told to resume, and the front
+    end has stalled again; now the core makes outputs until it hears of that."""
+    told = []
+    outbox = Outbox(0, 1 << 20, lambda *word: told.append(word))
+
+    def make(count):
+        for _ in range(count):
+            batch = Batch()
+            batch.outputs = [Output("a", 1, False, np.zeros(1 << 18, np.uint8))]
+            outbox.put(7, batch)
+            outbox._take_words()
+
+    with zmq.Context() as ctx, ctx.socket(zmq.PUSH) as push, ctx.socket(zmq.PULL) as pull:
+        pull.bind(fastipc.sockets.get_open_zmq_ipc_path())
+        push.connect(pull.getsockopt_string(zmq.LAST_ENDPOINT))
+        outbox.connect(7, push)
+        outbox.epoch(7, 1)
+        make(6)
+        ((what, client, first),) = told
+        assert (what, client) == ("stall", 7)
+        outbox.credit(7, 1, 6)
+        outbox._take_words()
+        assert told.pop() == ("resume", 7, first)
+        make(6)
+        *_, (what, client, second) = told
+        assert (what, client) == ("stall", 7)
+        assert second != first
+        outbox.stalled(7, first, True)
+        make(20)
+        outbox.stalled(7, second, True)  # what was made before is no fault of the core
+        make(3)
+        assert len(told) == 2
+        make(1)
+        assert told[2:] == [("overrun", 7, second)]
+        outbox.stop(0)
+        outbox._take_words()
 
 
 # -- utility calls ---------------------------------------------------------------------------------
@@ -851,7 +891,7 @@ def test_a_front_end_that_goes_amidst_does_not_block_zmqs_thread(run_child, how)
         faulthandler.dump_traceback_later(20, exit=True)
         group, theirs = zmq.Context(), zmq.Context()
         control, path = bound(group, zmq.ROUTER)
-        outbox = Outbox(0, 1 << 20, lambda what, client: None)
+        outbox = Outbox(0, 1 << 20, lambda *word: None)
         held = []  # as an outbox that has not come to it yet
         outbox.connect = lambda client, socket: held.append(socket)
         intake = Intake(0, path, "", Request, queue.SimpleQueue(), outbox, 1 << 20, False, None)

@@ -9,6 +9,7 @@ used by two threads at a time.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -179,14 +180,16 @@ class _Peer:
         self.backlog: deque[tuple[list[Any], int, int]] = deque()  # (frames, number, bytes)
         self.backlog_bytes = 0
         self.overrun = False
-        self.limit: int | None = None  # bytes of backlog; None until the core has answered a stall
+        self.stall = 0  # the number of the last one
+        self.limit: int | None = None  # bytes of backlog; None until the core has answered it
 
 
 class Outbox(threading.Thread):
     """Thread safe: `put` and the other calls only leave word.
 
-    `tell(what, client)` is called from this thread with "stall" when a front end doesn't take its
-    outputs any more, "resume" when it does again, and "overrun" when too much has gathered.
+    `tell(what, client, number)` is called from this thread with "stall" when a front end doesn't
+    take its outputs any more, "resume" when it does again, and "overrun" when too much has
+    gathered. The number is that of the stall, which rises; the answer to it is `stalled`.
     """
 
     def __init__(self, engine: int, window: int, tell: Any, copy: bool = True) -> None:
@@ -203,6 +206,7 @@ class Outbox(threading.Thread):
         self.encoder = MsgpackEncoder()
         self._buffers = BufferPool()
         self._reports: Any = None
+        self._stalls = itertools.count(1)
         self._room = threading.Semaphore(_UNSENT_BATCHES)
         self._linger_ms: int | None = None  # what "stop" said
         self.failed: BaseException | None = None
@@ -250,9 +254,10 @@ class Outbox(threading.Thread):
     def credit(self, client: int, epoch: int, number: int) -> None:
         self._leave_word("credit", client, (epoch, number))
 
-    def stalled(self, client: int, paused: bool) -> None:
-        """The answer to a "stall": whether the core has stopped making outputs for it."""
-        self._leave_word("stalled", client, paused)
+    def stalled(self, client: int, number: int, paused: bool) -> None:
+        """The answer to the "stall" of that number: whether the core has stopped making outputs for
+        that front end."""
+        self._leave_word("stalled", client, (number, paused))
 
     def connect(self, client: int, socket: Any) -> None:
         """Hand over the PUSH socket to a front end; the one before it is closed here."""
@@ -296,7 +301,7 @@ class Outbox(threading.Thread):
         except BaseException as error:
             self.failed = error
             logger.exception("the engine's output thread failed")
-            self._tell("failed", 0)
+            self._tell("failed", 0, 0)
             self._room.release()  # for who waits already; nobody else will
             self._last_words()
 
@@ -361,9 +366,11 @@ class Outbox(threading.Thread):
             self._peers[client] = _Peer(item)
         elif what == "stalled":
             peer = self._peers.get(client)
-            if peer is not None and peer.backlog:
+            number, paused = item
+            # (The answer to an earlier stall says nothing: the core has been told to resume since.)
+            if peer is not None and peer.backlog and number == peer.stall:
                 # What was made before the core heard of it is no fault of a core that has paused.
-                peer.limit = self._window + (peer.backlog_bytes if item else 0)
+                peer.limit = self._window + (peer.backlog_bytes if paused else 0)
                 self._look_at_limit(client, peer)
         elif what == "epoch":
             if client in self._peers:
@@ -413,7 +420,8 @@ class Outbox(threading.Thread):
             self._transmit(peer, frames, peer.number, size)
             return
         if not peer.backlog:
-            self._tell("stall", client)
+            peer.stall = next(self._stalls)
+            self._tell("stall", client, peer.stall)
         peer.backlog.append((frames, peer.number, size))
         peer.backlog_bytes += size
         self._look_at_limit(client, peer)
@@ -421,7 +429,7 @@ class Outbox(threading.Thread):
     def _look_at_limit(self, client: int, peer: _Peer) -> None:
         if peer.limit is not None and peer.backlog_bytes > peer.limit and not peer.overrun:
             peer.overrun = True
-            self._tell("overrun", client)
+            self._tell("overrun", client, peer.stall)
 
     def _transmit(self, peer: _Peer, frames: list[Any], number: int, size: int) -> None:
         peer.sent.append((number, size))
@@ -441,7 +449,7 @@ class Outbox(threading.Thread):
         if not peer.backlog:
             peer.overrun = False
             peer.limit = None
-            self._tell("resume", client)
+            self._tell("resume", client, peer.stall)
 
     def _send(self, socket: Any, frames: list[Any]) -> PendingSend:
         return send_frames(socket, frames, NOBLOCK)

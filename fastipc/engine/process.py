@@ -129,9 +129,9 @@ class _Engine:
         """Whether the loop is to end."""
         return self.stopping
 
-    def tell(self, what: str, client: int) -> None:
+    def tell(self, what: str, client: int, number: int) -> None:
         """Called by the output thread."""
-        self.inbox.put((what, client, None))
+        self.inbox.put((what, client, number))
 
     def end_with(self, error: BaseException) -> None:
         """Called by any thread."""
@@ -282,7 +282,7 @@ class _Engine:
                 self.index,
                 client,
             )
-            self.outbox.stalled(client, bool(self.core.pause(self.of_client(client))))
+            self.outbox.stalled(client, item, bool(self.core.pause(self.of_client(client))))
         elif what == "resume":
             self.core.resume(self.of_client(client))
         elif what == "overrun":
