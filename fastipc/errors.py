@@ -212,13 +212,14 @@ class EngineDeadError(IPCError, ConnectionError):
 
 
 class RequestFailed(IPCError, RuntimeError):
-    """The engine core refused or gave up one request, or a utility call raised. The next works.
+    """The engine core refused or gave up one request, an output of it can't be decoded, or a
+    utility call raised. The next works.
 
     Its ``__cause__`` is a RemoteError with the traceback there, if there was an exception.
 
     Attributes:
         request_id: of the request, "" for a call.
-        kind: the name of the exception in the engine core.
+        kind: the name of the exception (in the engine core, if it was there).
     """
 
     def __init__(self, message: str = "", request_id: str = "", kind: str = "") -> None:

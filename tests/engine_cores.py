@@ -189,6 +189,25 @@ class OddOutputCore(CountingCore):
         return outputs
 
 
+class MistypedCore(CountingCore):
+    """Of requests named "odd..." the second output is none of the type that outputs have; of those
+    named "nobody..." it doesn't tell either whose it is."""
+
+    def step(self) -> list[Any]:
+        outputs: list[Any] = super().step()
+        for at, output in enumerate(outputs):
+            if output.request_id.startswith("odd") and output.token == 2:
+                output.token = "two"
+            elif output.request_id.startswith("nobody") and output.token == 2:
+                outputs[at] = NamelessOutput(output.request_id, output.finished)
+        return outputs
+
+
+class NamelessOutput(msgspec.Struct):
+    request_id: str = msgspec.field(name="id")
+    finished: bool
+
+
 class Snapshot(msgspec.Struct):
     request_id: str
     step: int

@@ -23,6 +23,7 @@ from engine_cores import (
     REFUSING,
     CountingCore,
     LendingCore,
+    MistypedCore,
     OddOutputCore,
     Output,
     Request,
@@ -221,6 +222,37 @@ def test_an_output_that_cannot_be_encoded_fails_its_request_alone():
         with pytest.raises(RequestFailed, match="can't be encoded"):
             list(odd)
         assert tokens(good) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("length", [2, 10])
+def test_an_output_that_is_not_of_the_type_fails_its_request_alone(length):
+    """Also when it is the last one, and nothing comes after it."""
+    with EngineClient.launch(MistypedCore, {"step_seconds": 0.001}, timeout=60) as client:
+        image = np.ones(100_000, np.uint8)
+        good = client.add_request(Request("good", 300, image))
+        odd = client.add_request(Request("odd", length))
+        assert odd.get(30).token == 1
+        for _ in range(2):
+            with pytest.raises(
+                RequestFailed, match=r"can't be decoded here: Expected `int`"
+            ) as caught:
+                odd.get(30)
+            assert caught.value.request_id == "odd"
+        assert tokens(good) == list(range(100_001, 100_301))
+        eventually(lambda: client.stats()["in_flight"] == 0)
+        assert client.call("state")["live"] == []
+        assert tokens(client.generate(Request("odd", 1))) == [1]
+
+
+def test_an_output_of_which_nobody_can_tell_whose_it_is_fails_all(caplog):
+    with EngineClient.launch(MistypedCore, {"step_seconds": 0.001}, timeout=60) as client:
+        streams = [client.add_request(Request(name, 1 << 40)) for name in ("good", "nobody")]
+        for stream in streams:
+            with pytest.raises(RequestFailed, match=r"can't be decoded here: Object missing"):
+                list(stream)
+        assert "of which request" in caplog.text
+        eventually(lambda: client.call("state")["live"] == [])
+        assert tokens(client.generate(Request("good", 3))) == [1, 2, 3]
 
 
 ONE_SEND = within("fastipc/sockets.py")

@@ -74,6 +74,7 @@ from .protocol import (
     decode_control,
     encode_control,
     identity,
+    request_id_in,
 )
 from .stages import Stages
 
@@ -239,6 +240,9 @@ class FrontEndCore:
         self._encoder = MsgpackEncoder()
         self._outputs_type = Outputs[self.output_type]  # type: ignore[name-defined]
         self._decoder: MsgpackDecoder[Outputs[Any]] = MsgpackDecoder(self._outputs_type)
+        # For a message that can't be decoded as a whole.
+        self._parts: MsgpackDecoder[Outputs[msgspec.Raw]] = MsgpackDecoder(Outputs[msgspec.Raw])
+        self._output: MsgpackDecoder[Any] = MsgpackDecoder(self.output_type)
         self._results: MsgpackDecoder[UtilityResult] = MsgpackDecoder(UtilityResult)
         self._ready_decoder = msgspec.msgpack.Decoder(Ready)
         self._ctx: zmq.Context[Any] = zmq.Context()
@@ -591,7 +595,11 @@ class FrontEndCore:
         return True
 
     def _take(self, frames: list[Any]) -> None:
-        message = self._decoder.decode(frames)
+        unreadable: dict[str | None, DecodeError] = {}
+        try:
+            message = self._decoder.decode(frames)
+        except DecodeError:
+            message, unreadable = self._take_apart(frames)
         engine = self.engines.get(message.engine)
         if engine is None or message.epoch < engine.epoch:
             return  # of a connection that is no more
@@ -628,6 +636,8 @@ class FrontEndCore:
                     self.counts["finished"] += 1
                     self.stages.finished(decoded - entry.created)
                     sink.end(None)
+        if unreadable:
+            self._give_up(engine, unreadable)
         for failure in message.failures:
             entry = requests.get(failure.request_id)
             if entry is not None and entry.engine is engine and not entry.stale:
@@ -650,6 +660,48 @@ class FrontEndCore:
         if full:
             self._too_slow(full)
         self._give_credit(engine, frames)
+
+    def _take_apart(self, frames: list[Any]) -> tuple[Outputs[Any], dict[str | None, DecodeError]]:
+        """What can be decoded of a message with an output that can't, and of which requests there
+        are such (None: it can't be made out). What follows for the same request is left out."""
+        message: Outputs[Any] = self._parts.decode(frames)
+        unreadable: dict[str | None, DecodeError] = {}
+        outputs: list[Any] = []
+        moved: dict[int, int] = {}
+        for index, raw in enumerate(message.outputs):
+            try:
+                output = self._output.decode([raw, *frames[1:]])
+            except DecodeError as error:
+                unreadable.setdefault(request_id_in(raw, self.output_type), error)
+                continue
+            if output.request_id not in unreadable:
+                moved[index] = len(outputs)
+                outputs.append(output)
+        message.stamps = [(moved[s[0]], *s[1:]) for s in message.stamps if s[0] in moved]
+        message.outputs = outputs
+        return message, unreadable
+
+    def _give_up(self, engine: EngineState, unreadable: dict[str | None, DecodeError]) -> None:
+        """Fail the requests of which an output can't be decoded: the engine has another idea of the
+        type, or does not keep to it."""
+        for request_id, why in unreadable.items():
+
+            def failed(id: str = request_id or "", why: DecodeError = why) -> RequestFailed:
+                message = f"engine {engine.index}: an output can't be decoded here: {why}"
+                error = RequestFailed(message, id, type(why).__name__)
+                error.__cause__ = why
+                return error
+
+            if request_id is None:
+                logger.error("%s, and it can't be told of which request it is", failed())
+                self._lose_all(engine, failed)
+                continue
+            entry = self.requests.get(request_id)
+            if entry is None or entry.engine is not engine or entry.stale:
+                continue
+            for sink in self.abort([request_id]):
+                self.counts["failed"] += 1
+                sink.end(failed())
 
     def _result(
         self, result: Result, engine: EngineState, frames: list[Any]
@@ -777,14 +829,16 @@ class FrontEndCore:
         self._connection_lost(engine)
 
     def _connection_lost(self, engine: EngineState) -> None:
+        message = f"the connection to engine {engine.index} was lost and made again meanwhile"
+        self._lose_all(engine, lambda: EngineDeadError(f"{message}: send it again", engine.index))
+
+    def _lose_all(self, engine: EngineState, error: Callable[[], BaseException]) -> None:
+        """Outputs of the engine are lost, nobody knows of which requests: all fail."""
         ids = [i for i, entry in self.requests.items() if entry.engine is engine]
         with contextlib.suppress(EngineDeadError):
             if ids:
                 self._send(engine, ABORT, [msgspec.msgpack.encode(Aborts(ids))])
-        message = f"the connection to engine {engine.index} was lost and made again meanwhile"
-        self._fail_engine_with(
-            engine, lambda: EngineDeadError(f"{message}: send it again", engine.index)
-        )
+        self._fail_engine_with(engine, error)
 
     # -- who is there ------------------------------------------------------------------------------
 

@@ -49,6 +49,7 @@ from .protocol import (
     decode_control,
     encode_control,
     identity,
+    request_id_in,
 )
 
 logger = logging.getLogger("fastipc")
@@ -368,7 +369,7 @@ class Intake(threading.Thread):
             try:
                 message = self._requests.decode(frames)
             except DecodeError as error:
-                request_id = self._request_id(frames)
+                request_id = request_id_in(frames[0], self._request_type, 1)
                 if request_id is None:
                     raise
                 self._inbox.put(("refuse", client, (request_id, error)))
@@ -412,18 +413,3 @@ class Intake(threading.Thread):
                 logger.warning("engine %d: bad message of waves: %s", self._engine, error)
                 continue
             self._inbox.put(("wave", 0, wave))
-
-    def _request_id(self, frames: list[Any]) -> str | None:
-        """The id of a request that is not of the engine's type, if it can be made out."""
-        of: Any = self._request_type
-        at = of.__struct_fields__.index("request_id")
-        try:
-            request = msgspec.msgpack.decode(frames[0])[1]
-            if isinstance(request, dict):
-                found = request[of.__struct_encode_fields__[at]]
-            else:
-                # A tag comes before the fields.
-                found = request[at + (of.__struct_config__.tag is not None)]
-        except Exception:
-            return None
-        return found if isinstance(found, str) else None

@@ -117,6 +117,24 @@ class Ready(msgspec.Struct, array_like=True):
     info: Any = None
 
 
+def request_id_in(encoded: Any, of: Any, item: int | None = None) -> str | None:
+    """The id in a request or an output that can't be decoded as the Struct that it should be, if it
+    can be made out; `item` is its place, if `encoded` is a list that it is in."""
+    at = of.__struct_fields__.index("request_id")
+    try:
+        found = msgspec.msgpack.decode(encoded)
+        if item is not None:
+            found = found[item]
+        if isinstance(found, dict):
+            found = found[of.__struct_encode_fields__[at]]
+        else:
+            # A tag comes before the fields.
+            found = found[at + (of.__struct_config__.tag is not None)]
+    except Exception:
+        return None
+    return found if isinstance(found, str) else None
+
+
 # -- outputs: engine to front end ------------------------------------------------------------------
 
 
