@@ -72,9 +72,12 @@ def tell_pipes_of_a_fork():
 def two_below():
     """Ready with the pids of a child that it has started, and of one that it has forked."""
     child = processes.start(tell, name="child")
+    begun, begins = os.pipe()
     forked = os.fork()
     if forked == 0:
+        os.write(begins, b"x")  # a signal that came amidst the fork could get lost
         time.sleep(1000)
+    os.read(begun, 1)
     processes.ready((child.wait_ready(60)["pid"], forked))
     time.sleep(1000)
 

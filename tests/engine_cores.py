@@ -48,7 +48,8 @@ class CountingCore(EngineCore):
     """Each step makes one more number for every request: the sum of its image, then one more each.
 
     Its configuration: ``step_seconds``, ``fail_init``, ``fail_step_at``, ``reply_bytes``,
-    ``pausable``, ``start_seconds``, ``die_at`` (a step at which the process exits with code 7).
+    ``pausable``, ``start_seconds``, ``die_at`` (a step at which the process exits with code 7),
+    ``hold_at`` (how many outputs a request gets until `let_go` is called).
     """
 
     request_type = Request
@@ -95,7 +96,7 @@ class CountingCore(EngineCore):
         size = self.options.get("reply_bytes", 0)
         outputs = []
         for request_id, state in list(self.live.items()):
-            if request_id in self.paused:
+            if request_id in self.paused or state[0] == self.options.get("hold_at"):
                 continue
             state[0] += 1
             state[1] -= 1
@@ -133,6 +134,9 @@ class CountingCore(EngineCore):
 
     def add(self, a: Any, b: Any = 1) -> Any:
         return a + b
+
+    def let_go(self) -> None:
+        del self.options["hold_at"]
 
     def refuse(self, text: str) -> None:
         raise KeyError(text)

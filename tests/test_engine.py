@@ -594,7 +594,7 @@ def test_outputs_that_nobody_takes_abort_their_request_alone():
 @pytest.mark.parametrize("pausable", [True, False])
 def test_a_stopped_front_end_costs_the_engine_a_bounded_amount(start_child, pausable):
     """The front end is a process that is stopped while a request of its makes 64 KiB a step."""
-    options = {"reply_bytes": 1 << 16, "pausable": pausable}
+    options = {"reply_bytes": 1 << 16, "pausable": pausable, "hold_at": 10}
     window = 2 << 20
     with launch(CountingCore, options, clients=2, window=window) as group:
         child = start_child(
@@ -619,6 +619,7 @@ def test_a_stopped_front_end_costs_the_engine_a_bounded_amount(start_child, paus
             child.wait_for("reading")
             before = client.call("rss")
             child.send_signal(signal.SIGSTOP)
+            client.call("let_go")
             try:
                 if pausable:
                     # It stops making outputs for this front end: steps stand still.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 import warnings
@@ -245,26 +246,32 @@ def test_copies_run_beside_other_python_threads():
     """A large array is copied without the GIL: another thread counts on meanwhile."""
     array = np.ones(64 << 20, np.uint8)
     with pair(max_chunk_bytes=96 << 20, max_chunks=1) as (writer, reader):
-        writer.enqueue(array)
-        reader.dequeue()
         ticks = []
         done = threading.Event()
 
         def count():
             while not done.is_set():
                 ticks.append(time.perf_counter())
+                time.sleep(0)
 
         thread = threading.Thread(target=count)
-        thread.start()
-        inside = 0
-        for _ in range(5):
-            began = time.perf_counter()
-            writer.enqueue(array)
-            ended = time.perf_counter()
-            # Taking turns at 5 ms each shows as a few bunches of ticks, with gaps in between;
-            # what counts here is that there are some well inside of the call.
-            inside += sum(began + 0.001 < t < ended - 0.001 for t in ticks[-200_000:])
-            reader.dequeue()
-        done.set()
-        thread.join()
-        assert inside > 0
+        interval = sys.getswitchinterval()
+        # Nobody has to give the GIL away: the other thread runs if this one lets it.
+        sys.setswitchinterval(1000)
+        try:
+            thread.start()
+            # On a busy machine it may not get a CPU for some time.
+            for _ in range(100):
+                del ticks[:]
+                began = time.perf_counter()
+                writer.enqueue(array)
+                ended = time.perf_counter()
+                reader.dequeue()
+                if any(began < t < ended for t in ticks):
+                    break
+            else:
+                pytest.fail("the other thread stood still")
+        finally:
+            sys.setswitchinterval(interval)
+            done.set()
+            thread.join()
