@@ -61,12 +61,19 @@ def available_cpus() -> int:
 
 
 def memory_headroom() -> int | None:
-    """Bytes until the tightest memory limit of this process's cgroups; None without a limit."""
+    """Bytes until the tightest memory limit of this process's cgroups; None without a limit.
+
+    Cached files count as free: the kernel gives them up before it kills. (Those of tmpfs, such as
+    queues, are none of these.)
+    """
     headroom = None
     for group in _cgroups():
         limit = _read_words(group / "memory.max")
         used = _read_words(group / "memory.current")
         if limit and used and limit[0].isdigit() and used[0].isdigit():
-            left = int(limit[0]) - int(used[0])
+            stat = _read_words(group / "memory.stat")
+            counts = dict(zip(stat[::2], stat[1::2], strict=False))
+            cached = sum(int(counts.get(name, 0)) for name in ("active_file", "inactive_file"))
+            left = int(limit[0]) - int(used[0]) + cached
             headroom = left if headroom is None else min(headroom, left)
     return headroom
