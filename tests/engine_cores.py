@@ -117,7 +117,7 @@ class CountingCore(EngineCore):
         return False
 
     def resume(self, request_ids: list[str]) -> None:
-        self.paused.clear()
+        self.paused.difference_update(request_ids)
 
     # utilities
 

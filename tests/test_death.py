@@ -486,8 +486,8 @@ def test_a_reader_dies_at_a_point(point, size, start_child, hooked_core):
             received = [0]
             if not point.startswith("attach"):
                 child.wait_for("attached")
-                writer.wait_until_ready()
                 try:
+                    writer.wait_until_ready()
                     for _ in range(0 if point == "asleep" else 5):
                         send()
                 except PeerDied:
