@@ -193,6 +193,22 @@ class OddOutputCore(CountingCore):
         return outputs
 
 
+class OddStepCore(CountingCore):
+    """Of requests named "odd..." the second output can't be encoded, and with "odd, then..." a good
+    one that is the last comes in the same step. Its configuration: ``yields``, too."""
+
+    def step(self) -> Any:
+        outputs = []
+        for output in super().step():
+            outputs.append(output)
+            if output.request_id.startswith("odd") and output.token == 2:
+                output.array = object()
+                if output.request_id.startswith("odd, then"):
+                    del self.live[output.request_id]
+                    outputs.append(Output(output.request_id, 3, True))
+        return iter(outputs) if self.options.get("yields") else outputs
+
+
 class MistypedCore(CountingCore):
     """Of requests named "odd..." the second output is none of the type that outputs have; of those
     named "nobody..." it doesn't tell either whose it is."""

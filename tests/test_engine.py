@@ -25,6 +25,7 @@ from engine_cores import (
     LendingCore,
     MistypedCore,
     OddOutputCore,
+    OddStepCore,
     Output,
     Request,
     ReusingCore,
@@ -222,6 +223,23 @@ def test_an_output_that_cannot_be_encoded_fails_its_request_alone():
         with pytest.raises(RequestFailed, match="can't be encoded"):
             list(odd)
         assert tokens(good) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("yields", [False, True])
+def test_a_request_of_which_an_output_cannot_be_encoded_is_aborted_in_the_core(yields):
+    """Its id is free then; and it has failed though a good output comes in the same step."""
+    config = {"yields": yields, "step_seconds": 0.001}
+    with EngineClient.launch(OddStepCore, config, timeout=60) as client:
+        good = client.add_request(Request("good", 300))
+        for name, aborted in (("odd", 1), ("odd, then the end", 1), ("odd", 2)):
+            odd = client.add_request(Request(name, 1 << 40))
+            assert odd.get(30).token == 1
+            with pytest.raises(RequestFailed, match="can't be encoded"):
+                odd.get(30)
+            state = client.call("state")
+            assert (name in state["live"], state["aborted"]) == (False, aborted)
+        assert tokens(client.generate(Request("odd", 1))) == [1]
+        assert tokens(good) == list(range(1, 301))
 
 
 @pytest.mark.parametrize("length", [2, 10])

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Iterable
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -70,19 +71,23 @@ class Batch:
         self.aborted: list[str] = []
         self.report: dict[str, Any] | None = None
 
-    def encode(self, encoder: MsgpackEncoder, copy: bool) -> None:
-        """Encode the outputs: the core may change them from now on, arrays only if `copy`."""
+    def encode(self, encoder: MsgpackEncoder, copy: bool) -> Iterable[str]:
+        """Encode the outputs: the core may change them from now on, arrays only if `copy`.
+
+        Returns the requests that fail, as an output of theirs can't be encoded."""
+        failed: Iterable[str] = ()
         if not self.outputs:
-            return
+            return failed
         try:
             main, *frames = encoder.encode(self.outputs)
         except Exception:
-            self._drop_what_cannot_be_encoded(encoder)
+            failed = self._drop_what_cannot_be_encoded(encoder)
             main, *frames = encoder.encode(self.outputs)
         self.encoded.append((len(self.outputs), main))
         if frames:
             self.frames = [_kept(frame) for frame in frames] if copy else frames
         self.outputs = []
+        return failed
 
     def all_outputs(self) -> Any:
         """The encoded outputs as one list."""
@@ -92,20 +97,26 @@ class Batch:
         head = _list_head(sum(count for count, _ in self.encoded))
         return msgspec.Raw(b"".join([head, *parts]))
 
-    def _drop_what_cannot_be_encoded(self, encoder: MsgpackEncoder) -> None:
-        """Replace outputs that the codec refuses by failures that say so."""
+    def _drop_what_cannot_be_encoded(self, encoder: MsgpackEncoder) -> set[str]:
+        """Replace outputs that the codec refuses by failures that say so, and leave out what
+        follows for the same requests, which it returns."""
         kept: list[Any] = []
         moved = {}
+        failed: set[str] = set()
         for index, output in enumerate(self.outputs):
+            if output.request_id in failed:
+                continue
             try:
                 encoder.encode(output)
             except Exception as error:
+                failed.add(output.request_id)
                 self.failures.append(_not_encoded(output, error))
             else:
                 moved[index] = len(kept)
                 kept.append(output)
         self.outputs = kept
         self.stamps = [(moved[i], r, s, b, e) for i, r, s, b, e in self.stamps if i in moved]
+        return failed
 
     def add_result(self, encoder: MsgpackEncoder, call_id: int, result: Any) -> None:
         """Encode what a utility call returned, for a batch of its own."""
@@ -213,7 +224,7 @@ class Outbox(threading.Thread):
 
     # -- calls from other threads ------------------------------------------------------------------
 
-    def put(self, client: int, batch: Batch, now: bool = False) -> None:
+    def put(self, client: int, batch: Batch, now: bool = False) -> Iterable[str]:
         """Hand over what a step made. One thread only calls this.
 
         Args:
@@ -222,9 +233,10 @@ class Outbox(threading.Thread):
             now: the caller has nothing else to do: unless there is something before it, it
                 sends this itself, which saves waking the thread.
 
-        Waits while the thread is behind: that never waits itself, so it is soon over.
+        Returns the requests that fail, as an output of theirs can't be encoded; the front end is
+        told. Waits while the thread is behind: that never waits itself, so it is soon over.
         """
-        batch.encode(self.encoder, self._copy)
+        failed = batch.encode(self.encoder, self._copy)
         if now and self._mine.acquire(blocking=False):
             try:
                 # Words are taken out with the lock held: so all that came before is done.
@@ -232,12 +244,13 @@ class Outbox(threading.Thread):
                     peer = self._peers.get(client)
                     if peer is not None:
                         self._put(client, peer, batch)
-                    return
+                    return failed
             finally:
                 self._mine.release()
         if self.failed is None:
             self._room.acquire()
         self._leave_word("batch", client, batch)
+        return failed
 
     def take(self, output: Any) -> Taken:
         """Encode one output that was yielded: what the core does before it yields the next may

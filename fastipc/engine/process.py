@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -210,6 +211,7 @@ class _Engine:
         active = self.active
         batches: dict[int, list[Batch]] = {}
         client, batch = -1, Batch()
+        failed: set[str] = set()  # an output of theirs can't be encoded
         for output in outputs:
             request = active.get(output.request_id)
             if request is None:
@@ -227,11 +229,13 @@ class _Engine:
                         batch = Batch()
                         batches[client].append(batch)
                     batch.frames = output.frames
-                if output.failure is not None:
+                if output.failure is not None and output.request_id not in failed:
                     batch.failures.append(output.failure)
-                    if output.finished:
-                        del active[output.request_id]
-                    continue
+                    failed.add(output.request_id)
+            if failed and output.request_id in failed:  # nothing more of it counts but its end
+                if output.finished:
+                    del active[output.request_id]
+                continue
             if not request.begun:
                 request.begun = True
                 batch.stamps.append(
@@ -251,7 +255,18 @@ class _Engine:
             idle = self.inbox.empty() and not self.core.has_work()
             for client, of_client in batches.items():
                 for batch in of_client:
-                    self.outbox.put(client, batch, now=idle)
+                    failed.update(self.outbox.put(client, batch, now=idle))
+            if failed:
+                self.give_up(failed)
+
+    def give_up(self, request_ids: Iterable[str]) -> None:
+        """Outputs of these can't be encoded, and so they fail: the core forgets those that it has
+        not finished."""
+        known = [request_id for request_id in request_ids if request_id in self.active]
+        for request_id in known:
+            del self.active[request_id]
+        if known:
+            self.core.abort(known)
 
     def report(self) -> dict[str, Any]:
         found = {**self.core.stats(), **self.histograms}
