@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .errors import RemoteError
 
-__all__ = ["Failure", "pack", "unpack"]
+__all__ = ["Failure", "lines", "pack", "text", "unpack"]
 
 
 class Failure(NamedTuple):
@@ -31,11 +31,27 @@ class Failure(NamedTuple):
     traceback: str
 
 
-def _text(error: BaseException) -> str:
+def text(error: BaseException) -> str:
+    """What the exception says, fit for UTF-8. Never raises, whatever its own __str__ does."""
     try:
-        return str(error)
-    except Exception as another:  # a __str__ of the user's
+        return _printable(str(error))
+    except Exception as another:
         return f"(its text can't be had: {type(another).__name__})"
+
+
+def lines(error: BaseException) -> str:
+    """Its traceback as Python prints it, fit for UTF-8. Never raises."""
+    try:
+        found = traceback.format_exception(error)
+    except Exception:
+        found = traceback.format_tb(error.__traceback__)
+    return _printable("".join(found))
+
+
+def _printable(said: str) -> str:
+    """With what UTF-8 doesn't have escaped: halves of characters, as names of files have them that
+    are of another encoding."""
+    return said.encode("utf-8", "backslashreplace").decode()
 
 
 def pack(error: BaseException) -> Failure:
@@ -49,12 +65,8 @@ def pack(error: BaseException) -> Failure:
             pickled = b""
     except Exception:
         pickled = b""
-    try:
-        lines = "".join(traceback.format_exception(error))
-    except Exception:
-        lines = "".join(traceback.format_tb(error.__traceback__))
     name = kind.__qualname__ if plain else f"{kind.__module__}.{kind.__qualname__}"
-    return Failure(pickled, name, _text(error), lines)
+    return Failure(pickled, name, text(error), lines(error))
 
 
 def unpack(failure: Failure) -> BaseException:

@@ -193,6 +193,29 @@ class OddOutputCore(CountingCore):
         return outputs
 
 
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise LookupError("there are no words for it")
+
+
+class WordlessCore(CountingCore):
+    """What it raises has no text, or one that UTF-8 doesn't have. Its configuration: ``raises``,
+    when it is made."""
+
+    def __init__(self, config: Any = None, *, index: int = 0) -> None:
+        super().__init__(config, index=index)
+        if what := self.options.get("raises"):
+            self.complain(what)
+
+    def add_request(self, request: Request) -> None:
+        if request.payload:
+            self.complain(request.payload.decode())
+        super().add_request(request)
+
+    def complain(self, what: str) -> None:
+        raise Wordless if what == "wordless" else ValueError("there is no model at /caf\udce9")
+
+
 class OddStepCore(CountingCore):
     """Of requests named "odd..." the second output can't be encoded, and with "odd, then..." a good
     one that is the last comes in the same step. Its configuration: ``yields``, too."""

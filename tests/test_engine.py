@@ -30,6 +30,8 @@ from engine_cores import (
     Request,
     ReusingCore,
     Sealed,
+    Wordless,
+    WordlessCore,
     YieldingCore,
 )
 from support import (
@@ -223,6 +225,33 @@ def test_an_output_that_cannot_be_encoded_fails_its_request_alone():
         with pytest.raises(RequestFailed, match="can't be encoded"):
             list(odd)
         assert tokens(good) == [1, 2, 3]
+
+
+WITHOUT_WORDS = {"wordless": "can't be had: LookupError", "path": r"at /caf\\udce9"}
+
+
+@pytest.mark.parametrize("what", WITHOUT_WORDS)
+def test_an_exception_whose_text_cannot_be_had_or_encoded_is_told_all_the_same(what):
+    with EngineClient.launch(WordlessCore, timeout=60) as client:
+        good = client.add_request(Request("good", 1 << 40))
+        for _ in range(2):
+            with pytest.raises(RequestFailed, match=WITHOUT_WORDS[what]) as caught:
+                list(client.generate(Request("a", payload=what.encode())))
+            assert "in complain" in caught.value.__cause__.traceback
+            with pytest.raises(RequestFailed, match=WITHOUT_WORDS[what]):
+                client.call("complain", what)
+        assert good.get(30).token == 1
+
+
+@pytest.mark.parametrize(
+    ("what", "kind"), [("wordless", Wordless), ("path", ValueError)], ids=["wordless", "path"]
+)
+def test_an_engine_that_fails_to_start_for_reasons_without_words_is_dead(what, kind):
+    with launch(WordlessCore, {"raises": what}) as group:
+        with pytest.raises(EngineDeadError, match=WITHOUT_WORDS[what]):
+            EngineClient(group.clients[0], timeout=60)
+        with pytest.raises(kind):
+            group.wait_until_ready(60)
 
 
 @pytest.mark.parametrize("yields", [False, True])

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from .. import addresses
+from .. import addresses, failures
 from .. import processes as children
 from ..errors import ChildDied, Closed, IPCError
 from ..keeper import Wake
@@ -430,7 +430,7 @@ class EngineGroup:
             except IPCError:
                 pass
             except Exception as error:  # what the core raised while it was made
-                how = f"{how}: {type(error).__name__}: {error}"
+                how = f"{how}: {type(error).__name__}: {failures.text(error)}"
         if self._end_reason:
             how = f"{how}, as {self._end_reason}"
         again = self._restart and not self._end_reason and self._may_restart(index)
@@ -456,7 +456,8 @@ class EngineGroup:
                 assert self._monitor is not None
                 self._monitor.add(self._children[index])
         except Exception as error:  # no process, no memory: now is not the time to wait for some
-            how = f"{exited.reason}, and can't be started again: {type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {failures.text(error)}"
+            how = f"{exited.reason}, and can't be started again: {why}"
             logger.error("engine %d %s", index, how)
             exited = Exited(index, how, exited.exitcode, final=True, pid=exited.pid)
             with self._lock:

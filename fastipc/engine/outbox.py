@@ -14,7 +14,6 @@ import logging
 import os
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Iterable
 from queue import Empty, SimpleQueue
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 import zmq
 
+from .. import failures
 from ..codec import MsgpackEncoder, UtilityResult
 from ..sockets import BufferPool, PendingSend, send_frames
 from .protocol import ENGINE_CORE_DEAD, MESSAGE_COST, Dead, Failure, Outputs, Report, Result
@@ -123,14 +123,15 @@ class Batch:
         try:
             main, *frames = encoder.encode(UtilityResult(result))
         except Exception as error:
-            self.fail_call(call_id, error, f"the call's result can't be encoded: {error}")
+            self.fail_call(
+                call_id, error, f"the call's result can't be encoded: {failures.text(error)}"
+            )
         else:
             self.results.append(Result(call_id, msgspec.Raw(main)))
             self.frames = [_kept(frame) for frame in frames]
 
     def fail_call(self, call_id: int, error: BaseException, message: str) -> None:
-        text = "".join(traceback.format_exception(error))
-        failure = Failure("", type(error).__name__, message, text)
+        failure = Failure("", type(error).__name__, message, failures.lines(error))
         self.results.append(Result(call_id, failure=failure))
 
     def fits(self, later: Batch) -> bool:
@@ -171,8 +172,8 @@ def _not_encoded(output: Any, error: BaseException) -> Failure:
     return Failure(
         output.request_id,
         type(error).__name__,
-        f"the engine's output for it can't be encoded: {error}",
-        "".join(traceback.format_exception(error)),
+        f"the engine's output for it can't be encoded: {failures.text(error)}",
+        failures.lines(error),
     )
 
 

@@ -7,11 +7,11 @@ import logging
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterable
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from .. import failures
 from ..codec import registry as codec_registry
 from ..errors import ChildDied
 from ..histogram import Histogram
@@ -155,10 +155,10 @@ class _Engine:
             raise
         except ChildDied as error:
             # A worker: that it died says it all, and where in a step that was noticed nothing.
-            reason = str(error)
+            reason = failures.text(error)
             raise
         except BaseException as error:
-            reason = "".join(traceback.format_exception(error)).strip()
+            reason = failures.lines(error).strip()
             raise
         finally:
             sys.setswitchinterval(before)
@@ -304,11 +304,12 @@ class _Engine:
             self.overrun(client)
         elif what == "refuse":
             request_id, error = item
-            self.fail(client, request_id, error, "".join(traceback.format_exception(error)))
+            self.fail(client, request_id, error)
         elif what == "refuse_call":
             call_id, error = item
             batch = Batch()
-            batch.fail_call(call_id, error, f"the call's arguments can't be decoded: {error}")
+            why = failures.text(error)
+            batch.fail_call(call_id, error, f"the call's arguments can't be decoded: {why}")
             self.outbox.put(client, batch)
         elif what == "joined":
             self.coordinated = True
@@ -336,10 +337,9 @@ class _Engine:
                 self.fail(
                     client,
                     request_id,
-                    ValueError(
-                        f"request id {request_id!r} is another front end's that is under way: "
-                        "ids must be unique among all front ends"
-                    ),
+                    kind="ValueError",
+                    message=f"request id {request_id!r} is another front end's that is under way: "
+                    "ids must be unique among all front ends",
                 )
             return  # sent again: it is under way already
         scheduled = time.monotonic_ns()
@@ -352,7 +352,7 @@ class _Engine:
             self.core.add_request(request)
         except Exception as error:
             del self.active[request_id]
-            self.fail(client, request_id, error, traceback.format_exc())
+            self.fail(client, request_id, error)
 
     def abort(self, client: int, request_ids: list[str]) -> None:
         known = []
@@ -387,7 +387,6 @@ class _Engine:
             self.fail(
                 client,
                 request_id,
-                None,
                 message="the front end did not take its outputs, and more than the limit gathered",
                 kind="SlowConsumer",
             )
@@ -396,16 +395,18 @@ class _Engine:
         self,
         client: int,
         request_id: str,
-        error: BaseException | None,
-        text: str = "",
+        error: BaseException | None = None,
         *,
         message: str = "",
         kind: str = "",
     ) -> None:
         batch = Batch()
-        batch.failures.append(
-            Failure(request_id, kind or type(error).__name__, message or str(error), text)
-        )
+        told = Failure(request_id, kind, message)
+        if error is not None:
+            told = Failure(
+                request_id, type(error).__name__, failures.text(error), failures.lines(error)
+            )
+        batch.failures.append(told)
         self.outbox.put(client, batch)
 
     def call(self, client: int, call_id: int, name: str, arguments: Any) -> None:
@@ -415,7 +416,7 @@ class _Engine:
             args, kwargs = arguments
             result = method(*args, **kwargs)
         except Exception as error:
-            batch.fail_call(call_id, error, str(error))
+            batch.fail_call(call_id, error, failures.text(error))
         else:
             # At once: it may be something of the core's own, which the next step changes.
             batch.add_result(self.outbox.encoder, call_id, result)
