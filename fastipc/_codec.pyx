@@ -955,7 +955,8 @@ cdef class MsgpackDecoder:
         Raises:
             DecodeError: the frames are not a message of this type. Never anything else, whatever a
                 peer sends.
-            Whatever the out-of-band provider raises when a tensor does not come.
+            Whatever the out-of-band provider raises when a tensor does not come, and a
+            ``__post_init__`` of the type's own, but for a ValueError or TypeError.
         """
         cdef _DecodeContext context
         cdef Py_ssize_t count = 1

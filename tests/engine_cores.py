@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -214,6 +214,32 @@ class WordlessCore(CountingCore):
 
     def complain(self, what: str) -> None:
         raise Wordless if what == "wordless" else ValueError("there is no model at /caf\udce9")
+
+
+class PickyRequest(Request):
+    in_engine: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.in_engine and self.payload:
+            raise LookupError(f"no tokenizer for {self.payload!r}")
+
+
+class PickyOutput(Output):
+    def __post_init__(self) -> None:
+        if not PickyRequest.in_engine and self.request_id.startswith("odd") and self.token == 2:
+            raise LookupError("no word for 2")
+
+
+class PickyCore(CountingCore):
+    """Its types' own methods raise: where a request with a payload arrives, and where the second
+    output of one named "odd..." does."""
+
+    request_type = PickyRequest
+    output_type = PickyOutput
+
+    def __init__(self, config: Any = None, *, index: int = 0) -> None:
+        super().__init__(config, index=index)
+        PickyRequest.in_engine = True
 
 
 class OddStepCore(CountingCore):

@@ -27,6 +27,8 @@ from engine_cores import (
     OddOutputCore,
     OddStepCore,
     Output,
+    PickyCore,
+    PickyRequest,
     Request,
     ReusingCore,
     Sealed,
@@ -225,6 +227,20 @@ def test_an_output_that_cannot_be_encoded_fails_its_request_alone():
         with pytest.raises(RequestFailed, match="can't be encoded"):
             list(odd)
         assert tokens(good) == [1, 2, 3]
+
+
+def test_what_the_types_own_methods_raise_fails_that_request_alone():
+    with EngineClient.launch(PickyCore, {"step_seconds": 0.001}, timeout=60) as client:
+        good = client.add_request(PickyRequest("good", 1 << 40))
+        with pytest.raises(RequestFailed, match="LookupError: no tokenizer for b'new'") as caught:
+            list(client.generate(PickyRequest("refused", payload=b"new")))
+        assert caught.value.kind == "LookupError"
+        odd = client.add_request(PickyRequest("odd", 1 << 40))
+        assert odd.get(30).token == 1
+        with pytest.raises(RequestFailed, match="can't be decoded here: no word for 2"):
+            odd.get(30)
+        eventually(lambda: client.call("state")["live"] == ["good"])
+        assert good.get(30).token == 1
 
 
 WITHOUT_WORDS = {"wordless": "can't be had: LookupError", "path": r"at /caf\\udce9"}

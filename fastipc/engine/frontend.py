@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import msgspec
 import zmq
 
-from .. import addresses
+from .. import addresses, failures
 from ..codec import MsgpackDecoder, MsgpackEncoder, UtilityResult
 from ..codec import registry as codec_registry
 from ..errors import (
@@ -321,8 +321,8 @@ class FrontEndCore:
         received any more, so what is under way must not wait for it."""
         logger.error("an engine client has failed", exc_info=error)
         reason = Closed(
-            f"the engine client has failed, and is closed: {type(error).__name__}: {error}. Close "
-            "it, and make another"
+            f"the engine client has failed, and is closed: {type(error).__name__}: "
+            f"{failures.text(error)}. Close it, and make another"
         )
         reason.__cause__ = error
         self.close(reason)
@@ -595,10 +595,10 @@ class FrontEndCore:
         return True
 
     def _take(self, frames: list[Any]) -> None:
-        unreadable: dict[str | None, DecodeError] = {}
+        unreadable: dict[str | None, Exception] = {}
         try:
             message = self._decoder.decode(frames)
-        except DecodeError:
+        except Exception:  # of the types' own methods, too
             message, unreadable = self._take_apart(frames)
         engine = self.engines.get(message.engine)
         if engine is None or message.epoch < engine.epoch:
@@ -661,17 +661,17 @@ class FrontEndCore:
             self._too_slow(full)
         self._give_credit(engine, frames)
 
-    def _take_apart(self, frames: list[Any]) -> tuple[Outputs[Any], dict[str | None, DecodeError]]:
+    def _take_apart(self, frames: list[Any]) -> tuple[Outputs[Any], dict[str | None, Exception]]:
         """What can be decoded of a message with an output that can't, and of which requests there
         are such (None: it can't be made out). What follows for the same request is left out."""
         message: Outputs[Any] = self._parts.decode(frames)
-        unreadable: dict[str | None, DecodeError] = {}
+        unreadable: dict[str | None, Exception] = {}
         outputs: list[Any] = []
         moved: dict[int, int] = {}
         for index, raw in enumerate(message.outputs):
             try:
                 output = self._output.decode([raw, *frames[1:]])
-            except DecodeError as error:
+            except Exception as error:
                 unreadable.setdefault(request_id_in(raw, self.output_type), error)
                 continue
             if output.request_id not in unreadable:
@@ -681,13 +681,14 @@ class FrontEndCore:
         message.outputs = outputs
         return message, unreadable
 
-    def _give_up(self, engine: EngineState, unreadable: dict[str | None, DecodeError]) -> None:
+    def _give_up(self, engine: EngineState, unreadable: dict[str | None, Exception]) -> None:
         """Fail the requests of which an output can't be decoded: the engine has another idea of the
         type, or does not keep to it."""
         for request_id, why in unreadable.items():
 
-            def failed(id: str = request_id or "", why: DecodeError = why) -> RequestFailed:
-                message = f"engine {engine.index}: an output can't be decoded here: {why}"
+            def failed(id: str = request_id or "", why: Exception = why) -> RequestFailed:
+                said = failures.text(why)
+                message = f"engine {engine.index}: an output can't be decoded here: {said}"
                 error = RequestFailed(message, id, type(why).__name__)
                 error.__cause__ = why
                 return error
@@ -711,10 +712,10 @@ class FrontEndCore:
             return None, _failure_error(result.failure, engine)
         try:
             return self._results.decode([result.result, *frames[1:]]).result, None
-        except DecodeError as error:
+        except Exception as error:
             failed = RequestFailed(
                 f"engine {engine.index}: the call returned, but its result can't be decoded here: "
-                f"{error}",
+                f"{failures.text(error)}",
                 "",
                 type(error).__name__,
             )

@@ -368,8 +368,8 @@ class Intake(threading.Thread):
         if kind == ADD:
             try:
                 message = self._requests.decode(frames)
-            except DecodeError as error:
-                request_id = request_id_in(frames[0], self._request_type, 1)
+            except Exception as error:  # of the types' own methods, too
+                request_id = request_id_in(frames[0], self._request_type, 1) if frames else None
                 if request_id is None:
                     raise
                 self._inbox.put(("refuse", client, (request_id, error)))
@@ -384,7 +384,7 @@ class Intake(threading.Thread):
             call = self._calls.decode(frames[0])
             try:
                 arguments = self._arguments.decode([call.arguments, *frames[1:]]).result
-            except DecodeError as error:
+            except Exception as error:
                 self._inbox.put(("refuse_call", client, (call.call_id, error)))
                 return
             self._inbox.put(("call", client, (call.call_id, call.method, arguments)))
