@@ -242,6 +242,24 @@ class PickyCore(CountingCore):
         PickyRequest.in_engine = True
 
 
+class WrongStepCore(CountingCore):
+    """Its steps make what ``wrong`` of its configuration says, once there is a request."""
+
+    def step(self) -> Any:
+        first, *_ = super().step()
+        wrong: dict[str, Any] = {
+            "nothing": None,
+            "one": first,
+            "none": [None],
+            "yields none": iter([None]),
+            "dict": [{"request_id": first.request_id}],
+            "number": [Output(7, 1, True)],  # type: ignore[arg-type]
+            "yields number": iter([Output(7, 1, True)]),  # type: ignore[arg-type]
+            "list": [Output([7], 1, True)],  # type: ignore[arg-type]
+        }
+        return wrong[self.options["wrong"]]
+
+
 class OddStepCore(CountingCore):
     """Of requests named "odd..." the second output can't be encoded, and with "odd, then..." a good
     one that is the last comes in the same step. Its configuration: ``yields``, too."""

@@ -34,6 +34,7 @@ from engine_cores import (
     Sealed,
     Wordless,
     WordlessCore,
+    WrongStepCore,
     YieldingCore,
 )
 from support import (
@@ -241,6 +242,25 @@ def test_what_the_types_own_methods_raise_fails_that_request_alone():
             odd.get(30)
         eventually(lambda: client.call("state")["live"] == ["good"])
         assert good.get(30).token == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("nothing", "must return outputs in a list, or yield them: it returned a NoneType"),
+        ("one", "must return outputs in a list, or yield them: it returned a Output"),
+        ("none", "made a NoneType where an output should be, a Output"),
+        ("yields none", "made a NoneType where an output should be, a Output"),
+        ("dict", "made a dict where an output should be, a Output"),
+        ("number", "made an output whose request_id is a int, not a str"),
+        ("yields number", "made an output whose request_id is a int, not a str"),
+        ("list", "made an output whose request_id is a list, not a str"),
+    ],
+)
+def test_an_engine_whose_step_makes_no_outputs_ends_and_says_what_it_made(wrong, said):
+    with EngineClient.launch(WrongStepCore, {"wrong": wrong}, timeout=60) as client:
+        with pytest.raises(EngineDeadError, match=rf"WrongStepCore.step\(\) {said}"):
+            list(client.generate(Request("a", 3)))
 
 
 WITHOUT_WORDS = {"wordless": "can't be had: LookupError", "path": r"at /caf\\udce9"}

@@ -68,8 +68,9 @@ class EngineCore:
         """Do a piece of work, and return the outputs that it made, of `output_type`, or yield them.
         The last one of a request has ``finished=True``. An output is sent as it is then: lists,
         arrays and all may be changed afterwards (see `copy_outputs`). One that can't be encoded
-        fails its request, which is aborted if it has not finished. An exception here ends the
-        engine: everything under way fails with `EngineDeadError`."""
+        fails its request, which is aborted if it has not finished. An exception here, or an output
+        of which nobody can tell whose it is (its request_id is no str, say), ends the engine:
+        everything under way fails with `EngineDeadError`."""
         raise NotImplementedError
 
     def dummy_step(self) -> None:

@@ -196,8 +196,7 @@ class _Engine:
                 began = now()
                 outputs = core.step()
                 if not isinstance(outputs, list | tuple):
-                    # Of a generator: here it does its work, and each is what it is when yielded.
-                    outputs = [self.outbox.take(output) for output in outputs]
+                    outputs = self.take(outputs)
                 ended = now()
                 self.histograms["step"].record(ended - began)
                 self.deliver(outputs, began, ended)
@@ -206,6 +205,36 @@ class _Engine:
                 self.publish_load(False)
                 core.dummy_step()
 
+    def take(self, outputs: Any) -> list[Taken]:
+        """Of a generator: here it does its work, and each is what it is when yielded."""
+        try:
+            made = iter(outputs)
+        except TypeError:
+            raise TypeError(
+                f"{type(self.core).__name__}.step() must return outputs in a list, or yield them: "
+                f"it returned a {type(outputs).__name__}"
+            ) from None
+        taken = []
+        for output in made:
+            try:
+                taken.append(self.outbox.take(output))
+            except AttributeError:
+                raise self.not_an_output(output) from None
+        return taken
+
+    def not_an_output(self, made: Any) -> TypeError:
+        """Whose it is nobody knows, and so it can't fail its request alone."""
+        step = f"{type(self.core).__name__}.step()"
+        if hasattr(made, "request_id") and hasattr(made, "finished"):
+            return TypeError(
+                f"{step} made an output whose request_id is a {type(made.request_id).__name__}, "
+                "not a str"
+            )
+        return TypeError(
+            f"{step} made a {type(made).__name__} where an output should be, a "
+            f"{self.core.output_type.__name__}"
+        )
+
     def deliver(self, outputs: Any, began: int, ended: int) -> None:
         """Hand a step's outputs to the output thread, sorted by front end."""
         active = self.active
@@ -213,8 +242,13 @@ class _Engine:
         client, batch = -1, Batch()
         failed: set[str] = set()  # an output of theirs can't be encoded
         for output in outputs:
-            request = active.get(output.request_id)
+            try:
+                request = active.get(output.request_id)
+            except (AttributeError, TypeError):
+                raise self.not_an_output(output) from None
             if request is None:
+                if not isinstance(output.request_id, str):
+                    raise self.not_an_output(output)
                 continue  # aborted meanwhile
             if request.client != client:
                 client = request.client
