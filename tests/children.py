@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import enum
 import os
 import signal
 import stat
@@ -168,6 +169,10 @@ class Refuses:
 
 def _refuse(text):
     raise LookupError(text)
+
+
+class Method(enum.StrEnum):
+    ECHO = "echo"
 
 
 class Probe(Worker):

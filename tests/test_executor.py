@@ -86,6 +86,7 @@ def test_one_worker_of_any_kind(one):
     assert rpc("echo", (5,)) == [(0, 5, None)]
     assert rpc("echo", (5,), {"other": 6}) == [(0, 5, 6)]
     assert rpc("echo", kwargs={"value": 1}, unique_reply_rank=0) == (0, 1, None)
+    assert rpc(children.Method.ECHO, (5,)) == [(0, 5, None)]
     assert rpc(lambda worker, x, y=0: (worker.tag, x + y), (1,), {"y": 2}) == [("mine", 3)]
     about = rpc("about", timeout=60, unique_reply_rank=0)
     assert about["steps"] == ["made", "device", "loaded"]

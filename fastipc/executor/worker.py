@@ -124,7 +124,7 @@ def serve(worker: Any, rank: int, calls: MessageQueue, replies: MessageQueue) ->
         else:
             began = now()
             try:
-                if type(method) is str:
+                if isinstance(method, str):
                     value = getattr(worker, method)(*args, **kwargs)
                 else:
                     value = pickle.loads(method)(worker, *args, **kwargs)
