@@ -622,6 +622,14 @@ def test_a_call_that_raises_brings_the_traceback(client):
     assert client.call("add", 1) == 2
 
 
+@pytest.mark.parametrize("name", [5, b"add", None])
+def test_a_call_of_what_is_no_name_is_not_sent(client, name):
+    with pytest.raises(TypeError, match=f"by its name, a str, not by {name!r}"):
+        client.call(name, 1)
+    assert client.stats()["calls"] == 0
+    assert client.call("add", 1) == 2
+
+
 def test_a_call_has_a_timeout(client):
     with pytest.raises(fastipc.Empty, match=r"nap\(\) of engine 0 has not returned within 0 s"):
         client.call("nap", 0.3, timeout=0)

@@ -333,7 +333,7 @@ class EngineClient:
 
         Raises RequestFailed when the method raised, or what was sent can't be decoded at the other
         end; EngineDeadError; Empty after `timeout` seconds; Closed when the client was closed or
-        has failed.
+        has failed; TypeError when `method` is no str.
         """
         end = None if timeout is None else time.monotonic() + timeout
         calls = self.call_async(method, *args, engine=engine, **kwargs)

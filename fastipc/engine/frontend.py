@@ -538,6 +538,8 @@ class FrontEndCore:
         done: Callable[[Any, BaseException | None], None],
     ) -> int:
         """Call a utility method of the core; `done(result, error)` is called once."""
+        if not isinstance(method, str):
+            raise TypeError(f"a utility method is called by its name, a str, not by {method!r}")
         self.check_open()
         if not engine.alive:
             raise engine.dead_error(f"{method}() was not called")
