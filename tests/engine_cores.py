@@ -260,6 +260,20 @@ class WrongStepCore(CountingCore):
         return wrong[self.options["wrong"]]
 
 
+class TellingCore(CountingCore):
+    """What it says of itself is what its configuration has for ``info``, ``stats`` and, while there
+    are requests, ``load``."""
+
+    def info(self) -> Any:
+        return self.options.get("info")
+
+    def load(self) -> Any:
+        return self.options.get("load") if self.live else None
+
+    def stats(self) -> Any:
+        return self.options.get("stats", {})
+
+
 class OddStepCore(CountingCore):
     """Of requests named "odd..." the second output can't be encoded, and with "odd, then..." a good
     one that is the last comes in the same step. Its configuration: ``yields``, too."""

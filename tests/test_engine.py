@@ -32,6 +32,7 @@ from engine_cores import (
     Request,
     ReusingCore,
     Sealed,
+    TellingCore,
     Wordless,
     WordlessCore,
     WrongStepCore,
@@ -61,6 +62,7 @@ from fastipc.engine import (
 from fastipc.engine import group as group_module
 from fastipc.engine.core import check_core_class
 from fastipc.engine.outbox import Batch, Outbox
+from fastipc.histogram import Histogram
 
 METHODS = ["fork", "spawn", "forkserver"]
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("own_socket_directory")]
@@ -261,6 +263,38 @@ def test_an_engine_whose_step_makes_no_outputs_ends_and_says_what_it_made(wrong,
     with EngineClient.launch(WrongStepCore, {"wrong": wrong}, timeout=60) as client:
         with pytest.raises(EngineDeadError, match=rf"WrongStepCore.step\(\) {said}"):
             list(client.generate(Request("a", 3)))
+
+
+# What msgpack makes of it is a key that no dict has.
+KEY = msgspec.defstruct("Key", ["value"], frozen=True)(1)
+
+
+@pytest.mark.parametrize("info", [object(), {"limit": np.int64(3)}, "\udce9", {KEY: 1}])
+def test_an_engine_whose_info_cannot_be_sent_does_not_start(info):
+    with pytest.raises(TypeError, match=r"TellingCore.info\(\) must return plain values"):
+        EngineClient.launch(TellingCore, {"info": info}, start_method="fork", timeout=60)
+
+
+@pytest.mark.parametrize("stats", [None, [Histogram()], {0: Histogram()}])
+def test_an_engine_whose_stats_have_no_names_ends_and_says_so(stats):
+    with EngineClient.launch(TellingCore, {"stats": stats}, timeout=60) as client:
+        with pytest.raises(EngineDeadError, match=r"TellingCore.stats\(\) must return a dict"):
+            list(client.generate(Request("a", 3)))
+
+
+@pytest.mark.parametrize("load", [3, (1, 2, 3), (0.5, 1), (None, 1), (0, 1 << 63), "12"])
+def test_an_engine_whose_load_is_no_load_ends_and_says_so(load):
+    with EngineClient.launch(TellingCore, {"load": load}, engines=2, timeout=60) as client:
+        with pytest.raises(EngineDeadError, match=r"TellingCore.load\(\) must return two numbers"):
+            list(client.generate(Request("a", 1 << 40)))
+        assert sum(engine.alive for engine in client.engines.values()) == 1
+
+
+def test_a_load_may_be_of_numpys_numbers():
+    config = {"load": (np.int64(1), np.int32(5))}
+    with EngineClient.launch(TellingCore, config, engines=2, timeout=60) as client:
+        client.add_request(Request("a", 1 << 40), engine=1)
+        eventually(lambda: [engine.load for engine in client.engines.values()] == [0, 9])
 
 
 WITHOUT_WORDS = {"wordless": "can't be had: LookupError", "path": r"at /caf\\udce9"}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
+import operator
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any
+
+import msgspec
 
 from .. import failures
 from ..codec import registry as codec_registry
@@ -89,6 +92,19 @@ def run_engine(
     engine.run()
 
 
+def _info(core: EngineCore) -> Any:
+    """What the core tells front ends, which get it with the first word on each connection."""
+    info = core.info()
+    try:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(info))
+    except Exception as error:
+        raise TypeError(
+            f"{type(core).__name__}.info() must return plain values, which msgpack has: "
+            f"{failures.text(error)}"
+        ) from error
+    return info
+
+
 class _Engine:
     def __init__(
         self, core: EngineCore, index: int, control: str, control_key: str, window: int
@@ -120,7 +136,7 @@ class _Engine:
                 self.outbox,
                 window,
                 core.lockstep,
-                core.info(),
+                _info(core),
             )
         except BaseException:
             core.close()
@@ -303,10 +319,15 @@ class _Engine:
             self.core.abort(known)
 
     def report(self) -> dict[str, Any]:
-        found = {**self.core.stats(), **self.histograms}
+        stats = self.core.stats()
+        if not isinstance(stats, Mapping) or not all(isinstance(name, str) for name in stats):
+            raise TypeError(
+                f"{type(self.core).__name__}.stats() must return a dict of histograms by name, "
+                f"which is a str: not {stats!r:.200}"
+            )
         return {
             name: histogram.to_builtins()
-            for name, histogram in found.items()
+            for name, histogram in {**stats, **self.histograms}.items()
             if isinstance(histogram, Histogram)
         }
 
@@ -462,12 +483,27 @@ class _Engine:
         """Tell the coordinator what has changed."""
         if not self.coordinated:
             return
-        load = self.core.load()
-        waiting, running = (0, len(self.active)) if load is None else load
+        waiting, running = self.load()
         busy = working or bool(self.active)
         if self.last_load != (waiting, running, self.wave, busy):
             self.last_load = (waiting, running, self.wave, busy)
             self.outbox.report(Report(self.index, waiting, running, self.wave, busy))
+
+    def load(self) -> tuple[int, int]:
+        """(waiting, running), as the core says."""
+        load = self.core.load()
+        if load is None:
+            return 0, len(self.active)
+        try:
+            waiting, running = map(operator.index, load)
+            if max(abs(waiting), abs(running)) < 1 << 63:  # what msgpack has
+                return waiting, running
+        except (TypeError, ValueError):
+            pass
+        raise TypeError(
+            f"{type(self.core).__name__}.load() must return two numbers of requests, (waiting, "
+            f"running), or None: not {load!r:.200}"
+        )
 
     def begin_stepping(self) -> None:
         """This engine begins a wave: the coordinator has the others join it."""
