@@ -60,6 +60,7 @@ from fastipc.engine import (
     protocol,
 )
 from fastipc.engine import group as group_module
+from fastipc.engine.client import PendingCall
 from fastipc.engine.core import check_core_class
 from fastipc.engine.outbox import Batch, Outbox
 from fastipc.histogram import Histogram
@@ -1356,8 +1357,10 @@ def test_a_client_whose_thread_fails_says_so_to_all_who_wait(monkeypatch, caplog
         assert [stream.get().token for stream in streams] == [1, 1, 1]
         (call,) = client.call_async("nap", 0)
         call.result()
+        call = PendingCall("add() of engine 0")
         with client._lock:
-            (call,) = client.call_async("add", 1)
+            client._core.call(client._core.engines[0], "add", (1,), {}, call._finish)
+            client._after_sending()
             break_(client._core, monkeypatch)
         for wait in (call.result, *(lambda s=s: list(s) for s in streams)):
             with pytest.raises(fastipc.Closed, match="ZeroDivisionError: nobody foresaw") as caught:

@@ -15,7 +15,7 @@ from engine_cores import CountingCore, LockstepCore, Request
 from support import eventually
 
 import fastipc
-from fastipc import EngineDeadError
+from fastipc import Closed, EngineDeadError, IPCError
 from fastipc.engine import AsyncEngineClient, EngineClient, frontend, launch
 from fastipc.engine import aio as engine_aio
 from fastipc.engine import group as engine_group
@@ -397,3 +397,64 @@ def test_closing_ends_the_wait_for_the_engines():
                 await asyncio.wait_for(opening, 30)
 
     asyncio.run(main())
+
+
+# -- signal handlers -------------------------------------------------------------------------------
+
+
+@contextmanager
+def handling_while_sending(handler, monkeypatch):
+    """The next time that this thread is about to send, it gets a signal, and handles it so."""
+    send = frontend.send_frames
+    here = threading.get_ident()
+
+    def sending(*args, **options):
+        if threading.get_ident() == here:
+            monkeypatch.setattr(frontend, "send_frames", send)
+            signal.raise_signal(signal.SIGUSR1)
+        return send(*args, **options)
+
+    monkeypatch.setattr(frontend, "send_frames", sending)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_inside_a_call_sends_nothing_in_its_midst(monkeypatch):
+    """The messages would become one. What it aborts is aborted when the call is over."""
+    with EngineClient.launch(CountingCore, {"step_seconds": 0.001}, timeout=60) as client:
+        running = client.add_request(Request("running", 1 << 40))
+        handled = []
+
+        def handler(*_):
+            for call in (
+                lambda: client.add_request(Request("inner")),
+                lambda: client.call("add", 1),
+                lambda: client.wait_until_ready(60),
+            ):
+                with pytest.raises(IPCError, match="inside a call of this client already"):
+                    call()
+            running.abort()
+            handled.append(client.stats()["in_flight"])
+
+        with handling_while_sending(handler, monkeypatch):
+            outer = client.add_request(Request("outer", 3))
+        assert handled == [2]
+        assert tokens(outer) == [1, 2, 3]
+        list(running)
+        assert client.call("state")["live"] == []
+
+
+def test_a_handler_inside_a_call_may_close_the_client(monkeypatch):
+    client = EngineClient.launch(CountingCore, {"step_seconds": 0.001}, timeout=60)
+    engine = client.group.processes[0]
+    with handling_while_sending(lambda *_: client.close(), monkeypatch):
+        outer = client.add_request(Request("outer", 1 << 40))
+    with pytest.raises(Closed, match="is closed"):
+        list(outer)
+    with pytest.raises(Closed, match="is closed"):
+        client.add_request(Request("next"))
+    eventually(lambda: engine.exitcode is not None and not client._thread.is_alive())
+    client.close()

@@ -8,7 +8,8 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from queue import Empty as NothingThere
 from queue import SimpleQueue
 from types import TracebackType
@@ -171,6 +172,10 @@ class EngineClient:
     call, raises Closed with the failure as ``__cause__``. After a fork the client is its parent's:
     the child's copy raises IPCError, and keeps no connection open.
     Closing it aborts what is under way.
+
+    A signal handler, or a finalizer, may find its thread inside a call of the same client. There
+    ``add_request``, ``call`` and ``wait_until_ready`` raise IPCError; ``abort`` and ``close``
+    return, and it is done as soon as that call is over. Nor may it wait there for what comes.
     """
 
     def __init__(
@@ -193,6 +198,9 @@ class EngineClient:
         self._core = FrontEndCore(spec, request_type, output_type)
         self._core.max_bytes = max_in_flight_bytes
         self._lock = threading.RLock()
+        # Whether this thread has it.
+        self._is_inside: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
+        self._late: deque[str | None] = deque()  # requests to abort; None: to close
         self._changed = threading.Condition(self._lock)
         self._core.on_change = self._changed.notify_all
         self._wake = Wake()
@@ -255,6 +263,7 @@ class EngineClient:
     def wait_until_ready(self, timeout: float | None = None) -> None:
         """Wait until every engine is ready; again after one was restarted, for example."""
         self._check_process()
+        self._check_outside()
         began = time.monotonic()
         with self._lock:
             while not self._core.ready():
@@ -289,6 +298,7 @@ class EngineClient:
             self, getattr(request, "request_id", ""), self._max_buffered
         )
         self._check_process()
+        self._check_outside()
         with self._lock:
             try:
                 chosen, stream.sent = self._core.add(request, stream, engine, copy, created)
@@ -311,6 +321,10 @@ class EngineClient:
         """Give requests up: their streams end, and the engine forgets them. Those that have
         finished are ignored."""
         self._check_process()
+        if self._is_inside():
+            self._late.extend(request_ids)
+            self._wake.set()
+            return
         with self._lock:
             if self._core.closed is not None:
                 return
@@ -348,6 +362,7 @@ class EngineClient:
         """Like ``call``, but returns what to wait for, one for each engine."""
         calls = []
         self._check_process()
+        self._check_outside()
         with self._lock:
             self._core.check_open()
             indices = list(self._core.engines) if engine is None else [engine]
@@ -382,6 +397,10 @@ class EngineClient:
     def close(self) -> None:
         """Abort what is under way, and end the engines if ``launch`` started them. Idempotent."""
         if os.getpid() != self._pid:
+            return
+        if self._is_inside() and self._thread.is_alive():
+            self._late.append(None)
+            self._wake.set()
             return
         with self._lock:
             if self._closed:
@@ -423,6 +442,23 @@ class EngineClient:
         # (before the lock is taken, which another of the parent's threads may have held)
         if self._forks != forks():
             raise IPCError("this client is of the process that forked this one: make another")
+
+    def _check_outside(self) -> None:
+        # What is half sent would become one message with what is sent now.
+        if self._is_inside():
+            raise IPCError(
+                "this thread is inside a call of this client already (a signal handler or a "
+                "finalizer came back)"
+            )
+
+    def _catch_up(self) -> None:
+        """Called by the client's thread: what could not be done at once."""
+        while self._late:
+            request_id = self._late.popleft()
+            if request_id is None:
+                self.close()
+            else:
+                self.abort(request_id)
 
     def _after_sending(self) -> None:
         # Sending may swallow the news of something that arrived: have the thread look.
@@ -475,7 +511,10 @@ def _pump_until_closed(
                         more = True
         left = 0.0 if more else max(0.0, next_tick - time.monotonic())
         ready = [fd for fd, _ in poller.poll(left * 1000)]
-        if reference() is None:
-            return
         if wake.fd in ready:
             wake.clear()
+        client = reference()
+        if client is None:
+            return
+        client._catch_up()
+        del client
