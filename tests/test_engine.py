@@ -298,6 +298,29 @@ def test_a_load_may_be_of_numpys_numbers():
         eventually(lambda: [engine.load for engine in client.engines.values()] == [0, 9])
 
 
+def test_a_stream_that_has_ended_aborts_no_other_request_of_its_id():
+    with EngineClient.launch(CountingCore, {"step_seconds": 0.001}, timeout=60) as client:
+        with client.add_request(Request("a", 2)) as first:
+            assert tokens(first) == [1, 2]
+            second = client.add_request(Request("a", 300))
+        first.abort()
+        assert tokens(second) == list(range(1, 301))
+
+
+def test_an_asyncio_stream_that_has_ended_aborts_no_other_request_of_its_id():
+    async def main():
+        async with AsyncEngineClient.launch(
+            CountingCore, {"step_seconds": 0.001}, timeout=60
+        ) as client:
+            async with client.add_request(Request("a", 2)) as first:
+                assert [output.token async for output in first] == [1, 2]
+                second = client.add_request(Request("a", 300))
+            first.abort()
+            assert [output.token async for output in second] == list(range(1, 301))
+
+    asyncio.run(main())
+
+
 WITHOUT_WORDS = {"wordless": "can't be had: LookupError", "path": r"at /caf\\udce9"}
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -109,7 +109,7 @@ class AsyncOutputStream(Generic[OutputT]):
 
     def abort(self) -> None:
         """Give the request up: the engine forgets it, and the stream ends. Idempotent."""
-        self._client.abort(self.request_id)
+        self._client._abort((self.request_id,), self)
 
     async def __aenter__(self) -> AsyncOutputStream[OutputT]:
         return self
@@ -348,10 +348,13 @@ class AsyncEngineClient:
 
     def abort(self, *request_ids: str) -> None:
         """See EngineClient.abort. Doesn't wait."""
+        self._abort(request_ids)
+
+    def _abort(self, request_ids: Iterable[str], of: AsyncOutputStream[Any] | None = None) -> None:
         core = self._core
         if core.closed is not None:
             return
-        sinks = core.abort(request_ids)
+        sinks = core.abort(request_ids, of)
         if sinks:
             for sink in sinks:
                 sink.end(None)

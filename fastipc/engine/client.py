@@ -9,7 +9,7 @@ import time
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from queue import Empty as NothingThere
 from queue import SimpleQueue
 from types import TracebackType
@@ -107,7 +107,7 @@ class OutputStream(Generic[OutputT]):
 
     def abort(self) -> None:
         """Give the request up: the engine forgets it, and the stream ends. Idempotent."""
-        self._client.abort(self.request_id)
+        self._client._abort((self.request_id,), self)
 
     def __enter__(self) -> OutputStream[OutputT]:
         return self
@@ -200,7 +200,8 @@ class EngineClient:
         self._lock = threading.RLock()
         # Whether this thread has it.
         self._is_inside: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
-        self._late: deque[str | None] = deque()  # requests to abort; None: to close
+        # What to abort, as for `_abort`; None: to close.
+        self._late: deque[tuple[Iterable[str], OutputStream[Any] | None] | None] = deque()
         self._changed = threading.Condition(self._lock)
         self._core.on_change = self._changed.notify_all
         self._wake = Wake()
@@ -320,15 +321,18 @@ class EngineClient:
     def abort(self, *request_ids: str) -> None:
         """Give requests up: their streams end, and the engine forgets them. Those that have
         finished are ignored."""
+        self._abort(request_ids)
+
+    def _abort(self, request_ids: Iterable[str], of: OutputStream[Any] | None = None) -> None:
         self._check_process()
         if self._is_inside():
-            self._late.extend(request_ids)
+            self._late.append((request_ids, of))
             self._wake.set()
             return
         with self._lock:
             if self._core.closed is not None:
                 return
-            for sink in self._core.abort(request_ids):
+            for sink in self._core.abort(request_ids, of):
                 sink.end(None)
             self._after_sending()
 
@@ -454,11 +458,11 @@ class EngineClient:
     def _catch_up(self) -> None:
         """Called by the client's thread: what could not be done at once."""
         while self._late:
-            request_id = self._late.popleft()
-            if request_id is None:
+            aborts = self._late.popleft()
+            if aborts is None:
                 self.close()
             else:
-                self.abort(request_id)
+                self._abort(*aborts)
 
     def _after_sending(self) -> None:
         # Sending may swallow the news of something that arrived: have the thread look.

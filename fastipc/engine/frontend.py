@@ -497,13 +497,14 @@ class FrontEndCore:
                 with contextlib.suppress(EngineDeadError):
                     self._send(engine, START_DP_WAVE, [frame])
 
-    def abort(self, request_ids: Iterable[str]) -> list[Sink]:
-        """Give requests up. Unknown ones are ignored. Returns the sinks that get nothing more."""
+    def abort(self, request_ids: Iterable[str], of: Sink | None = None) -> list[Sink]:
+        """Give requests up. Unknown ones are ignored, and those of another sink than `of`, which
+        have an id that is used again. Returns the sinks that get nothing more."""
         by_engine: dict[int, list[str]] = {}
         sinks = []
         for request_id in request_ids:
             entry = self.requests.get(request_id)
-            if entry is not None and entry.sink is not None:
+            if entry is not None and entry.sink is not None and of in (None, entry.sink):
                 sinks.append(entry.sink)
                 entry.sink = None
                 self.counts["aborted"] += 1
