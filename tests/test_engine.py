@@ -60,7 +60,8 @@ from fastipc.engine import (
     protocol,
 )
 from fastipc.engine import group as group_module
-from fastipc.engine.client import PendingCall
+from fastipc.engine.aio import AsyncOutputStream
+from fastipc.engine.client import OutputStream, PendingCall
 from fastipc.engine.core import check_core_class
 from fastipc.engine.outbox import Batch, Outbox
 from fastipc.histogram import Histogram
@@ -317,6 +318,34 @@ def test_an_asyncio_stream_that_has_ended_aborts_no_other_request_of_its_id():
                 second = client.add_request(Request("a", 300))
             first.abort()
             assert [output.token async for output in second] == list(range(1, 301))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("name", ["max_buffered", "max_in_flight_bytes"])
+@pytest.mark.parametrize("limit", [0, -1, None, "5"])
+def test_a_limit_of_a_client_is_a_count(name, limit):
+    spec = ClientSpec(client_index=0, control="ipc:///nowhere")
+    for kind in (EngineClient, AsyncEngineClient):
+        with pytest.raises(ValueError, match=f"{name}={limit!r} must be a whole number"):
+            kind(spec, request_type=Request, output_type=Output, **{name: limit})
+
+
+@pytest.mark.parametrize("kind", [OutputStream, AsyncOutputStream])
+def test_as_many_outputs_may_wait_as_the_limit_says(client, kind):
+    stream = kind(client, "a", 2)
+    assert [stream.put(Output("a", token, False)) for token in (1, 2, 3)] == [True, True, False]
+
+
+def test_a_client_is_opened_by_one_task_only():
+    async def main():
+        client = AsyncEngineClient.launch(CountingCore, timeout=60)
+        opening = [asyncio.create_task(client.open()) for _ in range(2)]
+        first, second = await asyncio.gather(*opening, return_exceptions=True)
+        assert first is None
+        assert isinstance(second, RuntimeError)
+        assert "opened before" in str(second)
+        await client.close()
 
     asyncio.run(main())
 

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from ..aio import settle
 from ..errors import Closed, Empty, EngineDeadError, IPCError, NotReady
 from ..sockets import PendingSend
-from .client import MAX_BUFFERED, TICK_SECONDS
+from .client import MAX_BUFFERED, TICK_SECONDS, checked_limit
 from .core import EngineCore
 from .frontend import EngineState, FrontEndCore
 from .group import EngineGroup, launch
@@ -55,7 +55,7 @@ class AsyncOutputStream(Generic[OutputT]):
         self._outputs.append((output, time.monotonic_ns()))
         if self._waiter is not None:
             self._wake()
-        return len(self._outputs) < self._limit
+        return len(self._outputs) <= self._limit
 
     def end(self, error: BaseException | None) -> None:
         """Called by the client."""
@@ -173,11 +173,12 @@ class AsyncEngineClient:
         self._spec = ClientSpec.from_str(spec) if isinstance(spec, str) else spec
         self._types = request_type, output_type
         self._timeout = timeout
-        self._max_buffered = max_buffered
-        self._max_bytes = max_in_flight_bytes
+        self._max_buffered = checked_limit("max_buffered", max_buffered)
+        self._max_bytes = checked_limit("max_in_flight_bytes", max_in_flight_bytes)
         self._launch: dict[str, Any] | None = None
         self._group: EngineGroup | None = None
         self._opened: FrontEndCore | None = None
+        self._opening = False
         self._closed = False
         self._pid = os.getpid()
         self._fds: set[int] = set()
@@ -210,8 +211,15 @@ class AsyncEngineClient:
 
     async def open(self) -> None:
         """What entering does: launch the engines if this client is to, and wait for them."""
-        if self._opened is not None or self._closed:
+        if self._opened is not None or self._closed or self._opening:
             raise RuntimeError("the client was opened before")
+        self._opening = True  # by this task: another would launch engines of its own
+        try:
+            await self._open()
+        finally:
+            self._opening = False
+
+    async def _open(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         if self._launch is not None:

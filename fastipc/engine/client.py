@@ -28,9 +28,16 @@ __all__ = ["EngineClient", "OutputStream", "PendingCall"]
 OutputT = TypeVar("OutputT")
 
 MAX_BUFFERED = 65536
-"""Outputs of one request that nobody has taken yet, from which the request is aborted."""
+"""Outputs of one request that nobody has taken yet; with more the request is aborted."""
 
 TICK_SECONDS = 1.0
+
+
+def checked_limit(name: str, limit: Any) -> int:
+    """The argument of that name. Raises ValueError if it is no limit."""
+    if not isinstance(limit, int) or limit < 1:
+        raise ValueError(f"{name}={limit!r} must be a whole number of at least 1")
+    return limit
 
 
 class OutputStream(Generic[OutputT]):
@@ -61,7 +68,7 @@ class OutputStream(Generic[OutputT]):
     def put(self, output: Any) -> bool:
         """Called by the client."""
         self._queue.put((output, time.monotonic_ns()))
-        return self._queue.qsize() < self._limit
+        return self._queue.qsize() <= self._limit
 
     def end(self, error: BaseException | None) -> None:
         """Called by the client."""
@@ -167,6 +174,7 @@ class EngineClient:
         NotReady: at the timeout; names the engines that are missing.
         EngineDeadError: an engine ended before it was ready.
         HandleMismatch: the group speaks another version, or has no such front end.
+        ValueError: a limit that is none.
 
     A thread receives. Should it fail, the client is closed: what is under way, and every later
     call, raises Closed with the failure as ``__cause__``. After a fork the client is its parent's:
@@ -192,11 +200,12 @@ class EngineClient:
         self._group: EngineGroup | None = None
         if isinstance(spec, str):
             spec = ClientSpec.from_str(spec)
-        self._max_buffered = max_buffered
+        self._max_buffered = checked_limit("max_buffered", max_buffered)
         self._pid = os.getpid()
         self._forks = forks()
+        max_bytes = checked_limit("max_in_flight_bytes", max_in_flight_bytes)
         self._core = FrontEndCore(spec, request_type, output_type)
-        self._core.max_bytes = max_in_flight_bytes
+        self._core.max_bytes = max_bytes
         self._lock = threading.RLock()
         # Whether this thread has it.
         self._is_inside: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
