@@ -809,8 +809,8 @@ def test_a_stopped_front_end_costs_the_engine_a_bounded_amount(start_child, paus
                 if NIGHTLY:
                     time.sleep(10)
                 assert client.call("rss") - before < 16 * window
-                # The others go on.
-                assert len(tokens(client.generate(Request("other", 100)))) == 100
+                # The others go on. (What this one is sent fits into its window.)
+                assert len(tokens(client.generate(Request("other", 20)))) == 20
             finally:
                 child.send_signal(signal.SIGCONT)
             if pausable:
