@@ -363,6 +363,25 @@ def join(list items, Py_ssize_t joined, Py_ssize_t prefix=0):
     return block, bool(bare)
 
 
+def frame_bytes(list items, Py_ssize_t joined):
+    """How long the message is that Endpoint.send would send, with the frame around it, in
+    bytes. One of at most max_chunk_bytes needs no more than a chunk."""
+    cdef _Pins pins = _Pins.__new__(_Pins)
+    cdef uint64_t size = 0
+    cdef fipc_bool bare = False
+    cdef fipc_error e
+    cdef int rc
+    memset(&e, 0, sizeof(e))
+    try:
+        pins.pin(items, joined)
+        rc = fipc_join_size(pins.pieces, len(items), &size, &bare)
+    finally:
+        pins.unpin()
+    if rc != FIPC_OK:
+        _raise(rc, &e)
+    return size
+
+
 def split(data, Py_ssize_t offset, bint bare):
     """What Endpoint.recv would return for the message that begins at offset in data and goes to
     its end. DecodeError when it contradicts itself."""

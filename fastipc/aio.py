@@ -3,6 +3,10 @@
 So a call that is cancelled has taken no message, and sent none: what it waited for is still there
 for the next one. The thread waits in slices, so that one that nobody needs any more ends soon, and
 all waits of one end share it.
+
+Only a message that may have to be sent bit by bit is sent by a thread. An executor's would do, but
+asyncio.run and the interpreter wait for those, without end if nobody reads; ours are daemons, and
+end when the queue is closed.
 """
 
 from __future__ import annotations
@@ -11,12 +15,13 @@ import asyncio
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from .errors import Empty, Full
 
-__all__ = ["Waiter", "dequeue", "enqueue", "settle"]
+__all__ = ["Senders", "Waiter", "dequeue", "enqueue", "settle"]
 
 # A thread whose waits were all cancelled goes on for up to this long.
 SLICE = 0.1
@@ -25,6 +30,9 @@ IDLE = 1.0
 # A writer that waits for room looks this often, in seconds, longer and longer.
 ROOM_FIRST = 0.0005
 ROOM_MOST = 0.02
+# Threads that send for one end. The writer sends one message at a time anyway; what more of them
+# are good for is that each sees its own timeout.
+SENDERS_MOST = 32
 
 Waiting = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
@@ -45,13 +53,13 @@ class Waiter:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         entry = (loop, future)
-        with self._lock:
-            self._waiting.append(entry)
-            self._wanted.set()
-            if not self._running:
-                self._running = True
-                threading.Thread(target=self._run, name="fastipc-aio", daemon=True).start()
         try:
+            with self._lock:
+                self._waiting.append(entry)
+                self._wanted.set()
+                if not self._running:
+                    threading.Thread(target=self._run, name="fastipc-aio", daemon=True).start()
+                    self._running = True  # not before: there may be no more threads to be had
             await asyncio.wait_for(future, timeout)
         except TimeoutError:
             pass
@@ -87,6 +95,55 @@ class Waiter:
                 loop.call_soon_threadsafe(settle, future, None)
             except RuntimeError:
                 pass  # that loop was closed
+
+
+class Senders:
+    """The threads that send large messages of a writer's end for coroutines. They end when there
+    is nothing to send. Thread safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: deque[Callable[[], None]] = deque()
+        self._threads = 0
+
+    async def call(self, send: Callable[[], None]) -> None:
+        """send() in a thread. Cancelled, it has not been called, or goes on."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+
+        def job() -> None:
+            if future.cancelled():
+                return
+            error: BaseException | None = None
+            try:
+                send()
+            except BaseException as caught:
+                error = caught
+            try:
+                loop.call_soon_threadsafe(settle, future, None, error)
+            except RuntimeError:
+                pass  # that loop was closed
+
+        with self._lock:
+            self._jobs.append(job)
+            if self._threads < SENDERS_MOST:
+                try:
+                    threading.Thread(target=self._run, name="fastipc-send", daemon=True).start()
+                    self._threads += 1
+                except RuntimeError:  # there are no more threads to be had
+                    if not self._threads:
+                        self._jobs.pop()
+                        raise
+        await future
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._threads -= 1
+                    return
+                job = self._jobs.popleft()
+            job()
 
 
 def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None = None) -> None:
@@ -127,15 +184,17 @@ async def dequeue(take: Callable[[float], Any], waiter: Waiter, timeout: float |
         await waiter.readable(None if left == math.inf else left)
 
 
-async def enqueue(send: Callable[[float | None], None], brief: bool, timeout: float | None) -> None:
+async def enqueue(
+    send: Callable[[float | None], None], senders: Senders | None, timeout: float | None
+) -> None:
     """send(0) until there is room. Cancelled, it has sent nothing.
 
-    Unless it is not brief: then the message may need more chunks than there are, so that only a
+    Unless there are senders: then the message may need more chunks than there are, so that only a
     call that waits can send it, bit by bit. A thread makes that call, and can't be cancelled.
     """
     deadline = _deadline(timeout)
-    if not brief:
-        await asyncio.get_running_loop().run_in_executor(None, send, timeout)
+    if senders is not None:
+        await senders.call(lambda: send(timeout))
         return
     pause = ROOM_FIRST
     while True:

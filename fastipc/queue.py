@@ -12,7 +12,6 @@ import itertools
 import logging
 import operator
 import os
-import pickle
 import secrets
 import sys
 import time
@@ -34,7 +33,7 @@ from .settings import settings
 __all__ = ["MessageQueue", "ShmRingBuffer", "wait"]
 
 if TYPE_CHECKING:
-    from .aio import Waiter
+    from .aio import Senders, Waiter
 
 logger = logging.getLogger("fastipc")
 
@@ -116,13 +115,6 @@ def _check_handle(handle: Any) -> None:
         raise TypeError(
             f"a Handle is needed (export_handle() makes one), not {type(handle).__name__}"
         )
-
-
-def _nbytes(item: Any) -> int:
-    """Of a piece of a message."""
-    if isinstance(item, pickle.PickleBuffer):
-        item = memoryview(item).obj
-    return int(item.nbytes) if hasattr(item, "nbytes") else len(item)
 
 
 def _index(name: str, value: SupportsIndex, low: int, high: int) -> int:
@@ -638,6 +630,7 @@ class MessageQueue(_End):
         self._dump = use(self._end, serializer, message_type)
         self._put = self._end.put
         self._waiter: Waiter | None = None
+        self._senders: Senders | None = None
         self._get = self._end.get
         # These two are called for every message. Where no subclass has its own, the end's methods
         # take their place: a Python frame less is a third less for a small message.
@@ -732,10 +725,11 @@ class MessageQueue(_End):
         from . import aio
 
         items, joined = self._dump(obj)
-        size = sum(_nbytes(item) for item in items)
         send = self._end.send
-        brief = size <= self.export_handle().max_chunk_bytes // 2
-        await aio.enqueue(lambda seconds: send(items, joined, seconds), brief, timeout)
+        senders = None
+        if _core.frame_bytes(items, joined) > self.export_handle().max_chunk_bytes:
+            senders = self._senders = self._senders or aio.Senders()
+        await aio.enqueue(lambda seconds: send(items, joined, seconds), senders, timeout)
 
     async def dequeue_async(self, timeout: float | None = None) -> Any:
         """dequeue for coroutines: the event loop goes on while this waits.

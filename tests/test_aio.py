@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import random
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -165,6 +167,104 @@ def test_a_message_larger_than_everything(where: dict[str, Any]) -> None:
             assert np.array_equal(got, big)
 
     with Pair(where, max_chunk_bytes=1 << 20, max_chunks=2) as (writer, reader):
+        asyncio.run(run(writer, reader))
+
+
+def test_what_takes_more_room_than_its_bytes(where: dict[str, Any]) -> None:
+    """Each buffer of a message takes room beside its bytes, and not every buffer's len is bytes."""
+
+    class Counted:
+        name = "counted"
+
+        def dumps(self, n: int) -> list[Any]:
+            return [b""] * n if n > 0 else [array.array("d", bytes(-8 * n))]
+
+        def loads(self, buffers: list[memoryview]) -> int:
+            return len(buffers) if len(buffers) > 1 else -len(buffers[0]) // 8
+
+    async def run(writer: MessageQueue, reader: MessageQueue) -> None:
+        for n in (2000, -500):
+            sending = asyncio.create_task(writer.enqueue_async(n))
+            assert await reader.dequeue_async() == n
+            await sending
+
+    own = Counted()
+    with MessageQueue(**where, max_chunk_bytes=1024, max_chunks=2, serializer=own) as writer:
+        handle = writer.export_handle()
+        with MessageQueue.create_from_handle(handle, 0, serializer=own) as reader:
+            writer.wait_until_ready(30)
+            asyncio.run(run(writer, reader))
+
+
+def _senders() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name == "fastipc-send"]
+
+
+def test_the_loop_ends_though_a_large_message_is_stuck(where: dict[str, Any]) -> None:
+    async def run(writer: MessageQueue, large: bytes) -> None:
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(writer.enqueue_async(large), 0.05)
+
+    with Pair(where, max_chunk_bytes=4096, max_chunks=2) as (writer, reader):
+        writer.enqueue("first")
+        asyncio.run(run(writer, bytes(100_000)))  # returns
+        got: list[Any] = []
+        while _senders():
+            with suppress(Empty):
+                got.append(reader.dequeue(0.01))
+        writer.enqueue("last")
+        while got[-1:] != ["last"]:
+            got.append(reader.dequeue())
+        # those that were being sent come whole, and those that had to wait for them not at all
+        assert got == ["first", *[bytes(100_000)] * (len(got) - 2), "last"]
+
+    with Pair(where, max_chunk_bytes=4096, max_chunks=2) as (writer, _):
+        writer.enqueue("first")
+        asyncio.run(run(writer, bytes(100_000)))
+        writer.close()
+        eventually(lambda: not _senders())
+
+
+def test_the_process_ends_though_a_large_message_is_stuck(run_child) -> None:
+    run_child(
+        """
+        import asyncio, fastipc
+
+        async def run(writer):
+            try:
+                await asyncio.wait_for(writer.enqueue_async(bytes(100_000)), 0.05)
+            except TimeoutError:
+                print("stuck")
+
+        writer = fastipc.MessageQueue(1, 1, max_chunk_bytes=4096, max_chunks=2)
+        reader = fastipc.MessageQueue.create_from_handle(writer.export_handle(), 0)
+        asyncio.run(run(writer))
+        """
+    )
+
+
+def test_calls_that_need_a_thread_when_there_is_none_to_be_had(
+    where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def run(writer: MessageQueue, reader: MessageQueue) -> None:
+        large = bytes(100_000)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            for _ in range(2):
+                with pytest.raises(RuntimeError):
+                    await reader.dequeue_async()
+                with pytest.raises(RuntimeError):
+                    await writer.enqueue_async(large)
+        waiting = asyncio.create_task(reader.dequeue_async())
+        await asyncio.sleep(0)
+        await writer.enqueue_async(large)
+        assert await waiting == large
+
+    with Pair(where, max_chunk_bytes=4096, max_chunks=2) as (writer, reader):
         asyncio.run(run(writer, reader))
 
 
