@@ -790,6 +790,8 @@ cdef class Endpoint:
         cdef fipc_call call
         cdef int rc
         self._reading(timeout)
+        if self.deferred is not None:
+            return
         memset(&call, 0, sizeof(call))
         call.deadline = _deadline(timeout)
         call.signals = _runs_handlers()
@@ -885,7 +887,7 @@ cdef class Endpoint:
 
     def readable(self):
         self._open()
-        return fipc_queue_readable(self.q)
+        return self.deferred is not None or fipc_queue_readable(self.q)
 
     def has_room(self):
         self._open()
@@ -1172,9 +1174,10 @@ def wait_any(list ends, timeout=None):
     for i in range(n):
         if (<Endpoint?>ends[i]).is_writer:
             raise IPCError("only readers are waited for; this end of the queue is the writer's")
-    closed = [i for i in range(n) if (<Endpoint>ends[i]).q == NULL or (<Endpoint>ends[i]).closing]
-    if closed or n == 0:
-        return closed
+    at_once = [i for i in range(n) if (<Endpoint>ends[i]).q == NULL
+               or (<Endpoint>ends[i]).closing or (<Endpoint>ends[i]).deferred is not None]
+    if at_once or n == 0:
+        return at_once
     queues = <fipc_queue **>PyMem_Malloc(n * sizeof(void *))
     ready = <uint8_t *>PyMem_Malloc(n)
     try:

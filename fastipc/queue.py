@@ -681,7 +681,7 @@ class MessageQueue(_End):
         """Up to limit messages: waits for the first as dequeue does, then takes what is there.
 
         If a later one can't be taken or unpickled, those before it are returned and the next call
-        raises.
+        raises. Until then the queue is readable, for :func:`fastipc.wait` too.
         """
         limit = _index("limit", limit, 1, 1 << 30)
         objects = [self.dequeue(timeout)]

@@ -444,14 +444,18 @@ class RemoteReader(RemoteEnd):
     def wait_readable(self, timeout: float | None = None) -> None:
         """As Endpoint.wait_readable."""
         self._check(timeout)
+        if self._deferred is not None:
+            return
         deadline = until(timeout)
         with self._turn.within(timeout) as mine:
             if not mine or not self._wait(deadline, self._has_message):
                 raise Empty("no message in the queue" + within(timeout))
 
     def readable(self) -> bool:
-        """As Endpoint.readable: recv would return or raise."""
+        """As Endpoint.readable: get would return or raise."""
         self._check()
+        if self._deferred is not None:
+            return True
         with self._lock:
             self._pump(1)
             if self._has_message():

@@ -218,6 +218,28 @@ class FailsToLoad:
         return _fails, ()
 
 
+@pytest.mark.parametrize("where", [{"n_local_reader": 1}, {"n_local_reader": 0}], ids=str)
+def test_what_dequeue_many_has_yet_to_raise_is_waited_for_in_vain_by_nobody(where):
+    with (
+        MessageQueue(1, **where, connect_ip="127.0.0.1") as writer,
+        MessageQueue.create_from_handle(writer.export_handle(), 0) as reader,
+    ):
+        writer.wait_until_ready(30)
+        writer.enqueue(1)
+        writer.enqueue(FailsToLoad())
+        eventually(lambda: reader.qsize() == 2)
+        assert reader.dequeue_many(10) == [1]
+        assert fastipc.wait([reader], 0) == [reader]
+        assert not reader.empty()
+        reader._end.wait_readable(0)  # what coroutines wait with
+        with pytest.raises(ZeroDivisionError):
+            reader.dequeue(0)
+        assert fastipc.wait([reader], 0) == []
+        assert reader.empty()
+        writer.enqueue(2)
+        assert reader.dequeue(30) == 2
+
+
 def test_dequeue_many_loses_nothing_to_a_message_that_fails():
     with pair() as (writer, reader):
         for message in (1, 2, FailsToLoad(), 3, np.arange(5)):
