@@ -15,16 +15,26 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ._core import Block, Endpoint, PicklerPool, Piece, Sink
+from ._core import Block, PicklerPool, Piece, Sink
 
-__all__ = ["Dump", "use_pickle"]
+__all__ = ["Coding", "Dump", "pickle_coding"]
 
 # obj -> (pieces, how many of them make the first buffer), as Endpoint.send takes them
 Dump = Callable[[Any], tuple[list[Any], int]]
+
+
+class Coding(NamedTuple):
+    """A serializer as Endpoint.use_serializer takes it."""
+
+    dump: Dump
+    load_one: Callable[[bytes], Any]
+    load_many: Callable[[list[Block]], Any]
+    bytes_as_they_are: bool = False
+
 
 # Kinds whose bytes mean the same everywhere and whose dtype.str says all about them; 'V' is
 # structured or opaque, its dtype travels as an object.
@@ -200,9 +210,6 @@ def _load_many(message: list[Block]) -> Any:
     return pickle.loads(message[0], buffers=message[1:])
 
 
-def use_pickle(end: Endpoint) -> Dump:
-    """Makes pickle the endpoint's serializer, and returns its first half. Loading runs whatever
-    code a pickle names."""
-    dump = PicklerPool(_Pickler).dump
-    end.use_serializer(dump, pickle.loads, _load_many, True)
-    return dump
+def pickle_coding() -> Coding:
+    """Objects by pickle. Loading runs whatever code a pickle names."""
+    return Coding(PicklerPool(_Pickler).dump, pickle.loads, _load_many, True)

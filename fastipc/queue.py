@@ -27,13 +27,14 @@ from .addresses import advertised
 from .errors import Closed, HandleMismatch, IPCError, NotReady
 from .handle import Handle
 from .hostinfo import available_cpus, boot_id, host_name, memory_headroom
-from .serializers import Serializer, name_of, serializer_for, use
+from .serializers import Serializer, coding_of, name_of, serializer_for
 from .settings import settings
 
 __all__ = ["MessageQueue", "ShmRingBuffer", "wait"]
 
 if TYPE_CHECKING:
     from .aio import Senders, Waiter
+    from .pickling import Coding
 
 logger = logging.getLogger("fastipc")
 
@@ -507,6 +508,8 @@ class MessageQueue(_End):
                 f"{list(remote_ranks)}"
             )
         name = name_of(serializer, type)
+        # before there is anything that would have to be given back
+        coding = coding_of(serializer, type)
         self._create(
             ranks,
             max_chunk_bytes,
@@ -521,7 +524,7 @@ class MessageQueue(_End):
             connect_ip,
             secure,
         )
-        self._use_serializer(serializer, type)
+        self._use(coding)
 
     @classmethod
     def create_from_handle(
@@ -558,10 +561,11 @@ class MessageQueue(_End):
             ValueError: the queue has no reader of this rank.
         """
         _check_handle(handle)
-        chosen = serializer_for(handle.serializer, serializer, type)
+        # First: to join, and to leave because of this, would be the end of the rank's first reader.
+        coding = coding_of(serializer_for(handle.serializer, serializer, type), type)
         self = cls.__new__(cls)
         self._attach(handle, rank, spin_us)
-        self._use_serializer(chosen, type)
+        self._use(coding)
         return self
 
     @staticmethod
@@ -625,9 +629,10 @@ class MessageQueue(_End):
             pg, max_chunk_bytes, max_chunks, reader_rank, blocking
         )
 
-    def _use_serializer(self, serializer: str | Serializer, message_type: Any) -> None:
+    def _use(self, coding: Coding) -> None:
+        self._end.use_serializer(*coding)
         # bound once: these are the calls that every message makes
-        self._dump = use(self._end, serializer, message_type)
+        self._dump = coding.dump
         self._put = self._end.put
         self._waiter: Waiter | None = None
         self._senders: Senders | None = None

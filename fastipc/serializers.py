@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from .errors import HandleMismatch
-from .pickling import Dump, use_pickle
+from .pickling import Coding, pickle_coding
 
-__all__ = ["Serializer", "name_of", "serializer_for", "use"]
+__all__ = ["Serializer", "coding_of", "name_of", "serializer_for"]
 
 
 @runtime_checkable
@@ -33,17 +33,17 @@ class Serializer(Protocol):
     def loads(self, buffers: list[memoryview], /) -> Any: ...
 
 
-def _use_pickle(end: Any, _: Any) -> Dump:
-    return use_pickle(end)
+def _pickle(_: Any) -> Coding:
+    return pickle_coding()
 
 
-def _use_msgpack(end: Any, message_type: Any) -> Dump:
-    from .typed import use_msgpack  # imported for those who use it
+def _msgpack(message_type: Any) -> Coding:
+    from .typed import msgpack_coding  # imported for those who use it
 
-    return use_msgpack(end, message_type)
+    return msgpack_coding(message_type)
 
 
-def _use_raw(end: Any, _: Any) -> Dump:
+def _raw(_: Any) -> Coding:
     def dump(obj: Any) -> tuple[list[Any], int]:
         try:
             view = memoryview(obj)
@@ -54,15 +54,14 @@ def _use_raw(end: Any, _: Any) -> Dump:
         # The bytes of an array in another order are gathered in C order, as bytes() does.
         return [view if view.c_contiguous else view.tobytes()], 1
 
-    end.use_serializer(dump, bytes, lambda blocks: bytes(blocks[0]), True)
-    return dump
+    return Coding(dump, bytes, lambda blocks: bytes(blocks[0]), True)
 
 
-# name -> what makes an end use it, and returns what makes the pieces of a message
-_KNOWN: dict[str, Callable[[Any, Any], Dump]] = {
-    "pickle": _use_pickle,
-    "msgpack": _use_msgpack,
-    "raw": _use_raw,
+# name -> what makes it for an end, given the type of its messages
+_KNOWN: dict[str, Callable[[Any], Coding]] = {
+    "pickle": _pickle,
+    "msgpack": _msgpack,
+    "raw": _raw,
 }
 
 
@@ -112,11 +111,11 @@ def serializer_for(
     return given
 
 
-def use(end: Any, serializer: str | Serializer, message_type: Any = None) -> Dump:
-    """Makes an end use it; message_type is for "msgpack". Returns what makes the pieces of a
-    message."""
+def coding_of(serializer: str | Serializer, message_type: Any = None) -> Coding:
+    """What an end of a queue is given to use it; message_type is for "msgpack". Raises TypeError
+    for a type that can't be decoded."""
     if isinstance(serializer, str):
-        return _KNOWN[serializer](end, message_type)
+        return _KNOWN[serializer](message_type)
     dumps, loads = serializer.dumps, serializer.loads
 
     def dump(obj: Any) -> tuple[list[Any], int]:
@@ -125,9 +124,8 @@ def use(end: Any, serializer: str | Serializer, message_type: Any = None) -> Dum
             raise ValueError(f"{type(serializer).__name__}.dumps returned no buffer")
         return buffers, 1
 
-    end.use_serializer(
+    return Coding(
         dump,
         lambda one: loads([memoryview(bytearray(one))]),
         lambda blocks: loads([memoryview(block) for block in blocks]),
     )
-    return dump

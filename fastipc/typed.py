@@ -7,20 +7,19 @@ checked against a declared type, and no pickle is ever loaded, whatever the envi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from ._core import Endpoint
 from .codec import MsgpackDecoder, MsgpackEncoder
+from .pickling import Coding
 
-__all__ = ["use_msgpack"]
+__all__ = ["msgpack_coding"]
 
 
-def use_msgpack(end: Endpoint, type: Any) -> Callable[[Any], tuple[list[Any], int]]:
-    """Makes msgpack the endpoint's serializer; type is what it receives (None: plain values).
-    Returns what makes the pieces of a message.
+def msgpack_coding(type: Any) -> Coding:
+    """Objects by msgpack, for one endpoint; type is what it receives (None: plain values).
 
-    Encoder and decoder are this endpoint's own, and safe for several threads.
+    Encoder and decoder are safe for several threads. Raises TypeError for a type that msgspec
+    can't decode.
     """
     encode = MsgpackEncoder(allow_insecure_serialization=False).encode
     decode = MsgpackDecoder(type, allow_insecure_serialization=False).decode
@@ -29,5 +28,4 @@ def use_msgpack(end: Endpoint, type: Any) -> Callable[[Any], tuple[list[Any], in
         return encode(obj), 1
 
     # Received buffers are this process's own memory, so tensors and arrays lie in them.
-    end.use_serializer(dump, decode, decode)
-    return dump
+    return Coding(dump, decode, decode)

@@ -184,3 +184,16 @@ def test_the_pickle_queue_does_not_import_the_codec(run_child: Callable[..., str
         """
     )
     assert printed.strip() == "[]"
+
+
+def test_a_type_that_cant_be_decoded_costs_nothing() -> None:
+    with pytest.raises(TypeError):
+        MessageQueue(1, 1, serializer="msgpack", type=5)
+    with MessageQueue(1, 1, serializer="msgpack") as writer:
+        writer.enqueue("first")
+        with pytest.raises(TypeError) as raised:
+            MessageQueue.create_from_handle(writer.export_handle(), 0, type=5)
+        # the rank was never taken, though the error's traceback keeps what there is
+        with MessageQueue.create_from_handle(writer.export_handle(), 0, type=str) as reader:
+            assert reader.dequeue(0) == "first"
+        del raised
