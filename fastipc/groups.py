@@ -127,7 +127,10 @@ def _local_ranks(group: Group, writer_rank: int) -> list[int]:
             mine = probe.export_handle()
     try:
         handle = group.broadcast(mine, writer_rank)
-        opened = group.gather(handle is not None and _opens(handle, group.rank, writer_rank))
+        # What else is wrong with a member is everyone's error, too: they would wait for it.
+        opened = group.gather(
+            handle is not None and _attempt(lambda: _opens(handle, group.rank, writer_rank))
+        )
     finally:
         if probe is not None:
             probe.close()

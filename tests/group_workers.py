@@ -157,6 +157,23 @@ def failing(group: Any, rank: int, world_size: int) -> str:
     return "made"
 
 
+def misconfigured(group: Any, rank: int, world_size: int) -> list[str]:
+    """One member can't make an end of any queue, writing or not: everyone is told."""
+    if rank == 1:
+        os.environ["FASTIPC_SPIN_US"] = "junk"
+    texts = []
+    for make in (
+        MessageQueue.create_from_process_group,
+        MessageQueue.create_from_process_group_single_reader,
+    ):
+        for one in (0, 1):
+            try:
+                make(group, CHUNK, CHUNKS, one)
+            except ValueError as error:
+                texts.append(str(error))
+    return texts
+
+
 def duck_member(
     connection: Connection,
     job: str,

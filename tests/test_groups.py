@@ -135,6 +135,13 @@ def test_a_failure_is_everyones() -> None:
     assert "max_chunk_bytes" in texts[0]
 
 
+def test_what_only_one_member_has_wrong_is_everyones_failure() -> None:
+    with Team("spawn") as team:
+        for texts in duck(team, "misconfigured"):
+            assert len(texts) == 4
+            assert all("FASTIPC_SPIN_US" in text for text in texts)
+
+
 class Alone:
     rank = 0
     world_size = 1
