@@ -253,6 +253,8 @@ class _End:
                 f"the queue is on host {handle.host}, and this process on {host_name()} is not "
                 "(or the host was restarted since)"
             )
+        if abs(handle.fd) >> 31 or abs(handle.pid) >> 63:
+            raise HandleMismatch("the handle is damaged: its pid or descriptor is impossible")
         if not handle.path and _core.process_start(handle.pid) != handle.start_time:
             raise HandleMismatch(
                 f"the queue's writer (pid {handle.pid}) has ended, or runs in another PID "

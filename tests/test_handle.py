@@ -154,6 +154,8 @@ def test_a_handle_that_was_cut_or_changed_on_the_way(writer):
         ({"fd": 0}, None),
         ({"fd": -1}, None),
         ({"fd": 9999}, "gone|closed"),
+        ({"fd": 1 << 40}, "damaged"),
+        ({"pid": (1 << 64) - 1}, "damaged"),
         ({"pid": 0, "start_time": 0}, None),
         ({"pid": 1 << 40, "start_time": 0}, None),
         ({"start_time": 1}, "has ended"),
