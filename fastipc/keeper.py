@@ -11,6 +11,7 @@ being delivered) is done by the one keeper thread, which sleeps on the descripto
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import select
 import socket
@@ -38,6 +39,8 @@ __all__ = [
     "remaining",
     "stream_sockets",
 ]
+
+logger = logging.getLogger("fastipc")
 
 # An idle end is looked at this often, in seconds, whatever its descriptors say: what a lost
 # wake-up costs. As long as a sleep on the ring.
@@ -112,7 +115,11 @@ class _Keeper:
         self._wake = Wake()
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="fastipc-keeper", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self._wake.close()
+            raise
 
     def add(self, end: Ends) -> None:
         self._new.append(end)
@@ -137,11 +144,16 @@ class _Keeper:
 
     def _run(self) -> None:
         while not self._stop:
-            self.admit()
-            self.sleep(min((end.patience() for end in self.ends), default=TICK))
-            self._wake.clear()
-            self.admit()
-            self.service()
+            try:
+                self.admit()
+                self.sleep(min((end.patience() for end in self.ends), default=TICK))
+                self._wake.clear()
+                self.admit()
+                self.service()
+            except Exception:
+                # No memory for a moment, say. Without this thread every remote end would hang.
+                logger.exception("looking after the remote ends of queues failed")
+                time.sleep(TICK)
 
     def sleep(self, seconds: float) -> None:
         poller = select.poll()

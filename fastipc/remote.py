@@ -113,9 +113,14 @@ def _watch(ends: list[_core.Endpoint]) -> _Watcher:
                 watcher.wake.clear()
                 watcher.armed.set()
                 return watcher
-    watcher = _kept.watcher = _Watcher(list(ends))
+    watcher = _Watcher(list(ends))
     watcher.armed.set()
-    watcher.start()
+    try:
+        watcher.start()
+    except BaseException:
+        watcher.wake.close()
+        raise
+    _kept.watcher = watcher  # not before: one that never ran would be waited with in vain
     return watcher
 
 

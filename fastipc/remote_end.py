@@ -97,14 +97,15 @@ class RemoteEnd:
         self._load_one: Callable[[bytes], Any]
         self._load_many: Callable[[list[_core.Block]], Any]
         self._gone = False  # the socket has been given back
-        self._wake = keeper.Wake()
+        self._wake: keeper.Wake
         self._socket: zmq.Socket[bytes]
         self._monitor: zmq.Socket[bytes]
         self._fd = self._monitor_fd = -1
 
     def _open_socket(self, kind: int, linger_ms: int) -> None:
-        self._socket = keeper.open_socket(kind)
         try:
+            self._wake = keeper.Wake()
+            self._socket = keeper.open_socket(kind)
             self._socket.linger = linger_ms
             self._socket.tcp_keepalive = 1
             self._socket.tcp_keepalive_idle = 10
@@ -128,11 +129,14 @@ class RemoteEnd:
         if self._gone:
             return
         self._gone = True
+        # (what the constructor has come to make)
         if hasattr(self, "_monitor"):
             self._socket.disable_monitor()
             keeper.close_socket(self._monitor, 0)
-        keeper.close_socket(self._socket, linger_ms)
-        self._wake.close()
+        if hasattr(self, "_socket"):
+            keeper.close_socket(self._socket, linger_ms)
+        if hasattr(self, "_wake"):
+            self._wake.close()
 
     # -- how a call begins and waits
 

@@ -134,10 +134,10 @@ class RemoteReader(RemoteEnd):
             s.send(b"\1" + self._own)
             s.connect(self.endpoint)
             self._hello()
+            keeper.add(self)
         except BaseException:
             self._give_back()
             raise
-        keeper.add(self)
 
     def tcp(self) -> tuple[int, tuple[str, int] | None]:
         """For the keeper."""
@@ -257,18 +257,20 @@ class RemoteReader(RemoteEnd):
                 return
             self._probe_next = now + 0.2
             family = socket.AF_INET6 if addresses.is_ipv6(self._host) else socket.AF_INET
-            prober = socket.socket(family, socket.SOCK_STREAM)
-            prober.setblocking(False)
+            prober: socket.socket | None = None
             try:
+                prober = socket.socket(family, socket.SOCK_STREAM)
+                prober.setblocking(False)
                 where = socket.getaddrinfo(self._host, self._port, family, socket.SOCK_STREAM)
                 code = prober.connect_ex(where[0][4])
-            except OSError as error:
+            except OSError as error:  # no descriptor for it, too: then only time can tell
                 code = error.errno or 0
             if code == errno.EINPROGRESS:
                 self._prober = prober
                 self._probe_next = now + 3.0
                 return
-            prober.close()
+            if prober is not None:
+                prober.close()
         else:
             poller = select.poll()
             poller.register(self._prober, select.POLLOUT)

@@ -184,10 +184,10 @@ class RemoteWriter(RemoteEnd):
                     "reaches its port can read it"
                 )
             self._bind(host, wildcard)
+            keeper.add(self)
         except BaseException:
             self._give_back()
             raise
-        keeper.add(self)
 
     def _bind(self, host: str, wildcard: bool) -> None:
         s = self._socket

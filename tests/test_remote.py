@@ -527,6 +527,119 @@ def test_a_long_wait_is_reported(run_child) -> None:
     assert "has not read sequence 0" in out
 
 
+def test_an_end_that_could_not_be_made_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with MessageQueue(1, 0, connect_ip=LOOPBACK) as writer:
+        handle = writer.export_handle()
+        with MessageQueue.create_from_handle(handle, 0):  # the process's context is there now
+            writer.wait_until_ready(30)
+            before = len(os.listdir("/proc/self/fd"))
+            for _ in range(5):
+                with pytest.raises(fastipc.HandleMismatch, match="address"):
+                    MessageQueue.create_from_handle(_at(handle, "tcp://nowhere"), 0)
+            with monkeypatch.context() as patch:
+                # as if this process had no keeper yet, and could not have one
+                patch.setattr(keeper, "_keeper", None)
+                patch.setattr(threading.Thread, "start", refuse)
+                for _ in range(5):
+                    with pytest.raises(RuntimeError):
+                        MessageQueue(1, 0, connect_ip=LOOPBACK)
+                    with pytest.raises(RuntimeError):
+                        MessageQueue.create_from_handle(handle, 0)
+            # (ZMQ's own thread closes what it has of them)
+            eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
+
+
+def test_wait_after_one_for_which_there_was_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def waiting() -> bool:
+        return any(thread.name == "fastipc-wait" for thread in threading.enumerate())
+
+    eventually(lambda: not waiting())  # what other tests had
+    with (
+        MessageQueue(1, 0, connect_ip=LOOPBACK) as far,
+        MessageQueue.create_from_handle(far.export_handle(), 0) as one,
+        MessageQueue(1, 1) as near,
+        MessageQueue.create_from_handle(near.export_handle(), 0) as two,
+    ):
+        far.wait_until_ready(30)
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError):
+                fastipc.wait([one, two], 30)
+        assert fastipc.wait([one, two], 0.01) == []
+        assert waiting()  # and not one that never began
+
+
+def test_a_reader_without_descriptors_notices_the_writers_death(run_child) -> None:
+    run_child(
+        """
+        import logging, os, resource, subprocess, sys
+        import pytest
+        from fastipc import Handle, MessageQueue, PeerDied
+
+        taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]
+        complaints = []
+        logging.getLogger("fastipc").addFilter(lambda record: complaints.append(record))
+        source = '''if True:
+            import sys
+            from fastipc import MessageQueue
+            writer = MessageQueue(1, 0, connect_ip="127.0.0.1")
+            print(writer.export_handle().to_str(), flush=True)
+            writer.wait_until_ready(30)
+            writer.enqueue("hello")
+            sys.stdin.read()
+            os._exit(1)
+        '''
+        child = subprocess.Popen(
+            [sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        handle = Handle.from_str(child.stdout.readline().strip())
+        with MessageQueue.create_from_handle(handle, 0) as reader:
+            assert reader.dequeue(30) == "hello"
+            resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8))  # from now on there are no more
+            child.kill()
+            child.wait()
+            with pytest.raises(PeerDied):
+                reader.dequeue(30)
+        assert complaints == []
+        """,
+        env={"FASTIPC_REMOTE_GRACE": "0.5"},
+    )
+
+
+def test_the_keeper_outlives_what_it_could_not_do(run_child) -> None:
+    run_child(
+        """
+        import logging, resource, time
+        import pytest
+        from fastipc import Closed, MessageQueue
+
+        complaints = []
+        logging.getLogger("fastipc").addFilter(lambda record: complaints.append(record))
+        writer = MessageQueue(1, 0, connect_ip="127.0.0.1")
+        with MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+            writer.wait_until_ready(30)
+            few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (1, most))  # poll refuses more than one
+            while not complaints:
+                time.sleep(0.01)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
+            writer.enqueue(1)
+            writer.close()  # the keeper tells the reader
+            assert reader.dequeue(30) == 1
+            with pytest.raises(Closed):
+                reader.dequeue(30)
+        """
+    )
+
+
 # ---- lost connections, in one process ------------------------------------------------------------
 
 
