@@ -372,6 +372,15 @@ def test_progress_elsewhere_is_a_line_now_and_then(monkeypatch):
     ]
 
 
+def test_progress_nowhere_is_nothing(monkeypatch):
+    """A process that is started with its stderr closed has None there."""
+    monkeypatch.setattr(display, "LINE_SECONDS", 0)
+    with display.Progress(None, 1e6, None) as progress:
+        progress.started([("front end 0", 11)])
+        progress.moved(Report(index=0, pid=11, requests=1, tokens=2))
+        progress.checking()
+
+
 def test_the_figures_of_nothing(monkeypatch):
     assert display.percentiles([]) == {"p50": 0.0, "p99": 0.0, "count": 0}
     assert display.percentiles([0.002, 0.001]) == {"p50": 2.0, "p99": 2.0, "count": 2}

@@ -21,13 +21,14 @@ SAMPLE_CHARACTERS = 60
 
 
 class Progress(Watcher):
-    """A bar on a terminal; elsewhere a line at the start and then one every LINE_SECONDS."""
+    """A bar on a terminal; elsewhere a line at the start and then one every LINE_SECONDS. Nothing
+    where there is no stream, as sys.stderr is None in a process that was started without."""
 
-    def __init__(self, stream: TextIO, seconds: float, requests: int | None) -> None:
+    def __init__(self, stream: TextIO | None, seconds: float, requests: int | None) -> None:
         self._stream = stream
         self._seconds = seconds
         self._requests = requests
-        self._on_terminal = stream.isatty()
+        self._on_terminal = stream is not None and stream.isatty()
         self._drawn = False
         self._next = 0.0
         self._start = 0.0
@@ -68,6 +69,7 @@ class Progress(Watcher):
             self._draw("checking every token against the model in one process ...")
 
     def _draw(self, text: str) -> None:
+        assert self._stream is not None
         text = text[: shutil.get_terminal_size().columns - 1]
         self._stream.write(f"\r{text}\x1b[K")
         self._stream.flush()
@@ -75,13 +77,15 @@ class Progress(Watcher):
 
     def _clear(self) -> None:
         if self._drawn:
+            assert self._stream is not None
             self._stream.write("\r\x1b[K")
             self._stream.flush()
             self._drawn = False
 
     def _line(self, text: str) -> None:
-        self._stream.write(text + "\n")
-        self._stream.flush()
+        if self._stream is not None:
+            self._stream.write(text + "\n")
+            self._stream.flush()
 
 
 def percentiles(seconds: Sequence[float]) -> dict[str, float]:
