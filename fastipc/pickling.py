@@ -142,6 +142,7 @@ def _reduce_tensor(torch: Any, tensor: Any) -> Any:
         (type(tensor) is not torch.Tensor and not parameter)
         or tensor.device.type != "cpu"
         or tensor.layout is not torch.strided
+        or tensor.is_nested  # it calls itself strided, and has no shape
         or tensor.is_quantized
         or tensor.dtype.itemsize == 0
         or tensor.__dict__  # attributes of the user's own, which torch's pickling keeps

@@ -256,12 +256,14 @@ SLOW = {
     "meta": lambda: torch.empty(3, 4, device="meta"),
     "subclass": lambda: torch.arange(3).as_subclass(Marked),
     "attributes": _attributed,
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)]),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.filterwarnings("ignore:.*[Qq]uantiz")
 @pytest.mark.filterwarnings("ignore:TypedStorage")
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
 @pytest.mark.parametrize("name", SLOW)
 def test_what_takes_torchs_own_way_warns_once_and_arrives(name, send, forget_warnings):
     tensor = SLOW[name]()
@@ -274,7 +276,7 @@ def test_what_takes_torchs_own_way_warns_once_and_arrives(name, send, forget_war
     assert ours[0].filename == __file__
     for tensor_ in got:
         assert type(tensor_) is type(tensor)
-        assert tensor_.shape == tensor.shape
+        assert tensor_.is_nested or tensor_.shape == tensor.shape
         assert tensor_.dtype is tensor.dtype
         assert tensor_.layout is tensor.layout
         if tensor.device.type == "cpu":
@@ -286,6 +288,8 @@ def test_what_takes_torchs_own_way_warns_once_and_arrives(name, send, forget_war
 def _dense(tensor):
     if tensor.is_quantized:
         return tensor.int_repr()
+    if tensor.is_nested:
+        return torch.nested.to_padded_tensor(tensor, -1.0)
     return tensor.to_dense() if tensor.layout is not torch.strided else tensor
 
 
