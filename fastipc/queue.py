@@ -8,6 +8,7 @@ the same files on the other side.
 from __future__ import annotations
 
 import atexit
+import errno
 import itertools
 import logging
 import operator
@@ -116,6 +117,18 @@ def _check_handle(handle: Any) -> None:
         raise TypeError(
             f"a Handle is needed (export_handle() makes one), not {type(handle).__name__}"
         )
+
+
+def _start_of(pid: int) -> int:
+    """As _core.process_start; but OSError where only this process is the reason not to know."""
+    start = _core.process_start(pid)
+    if not start:
+        try:
+            os.close(os.open(f"/proc/{pid}/stat", os.O_RDONLY))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise
+    return start
 
 
 def _index(name: str, value: SupportsIndex, low: int, high: int) -> int:
@@ -255,7 +268,7 @@ class _End:
             )
         if abs(handle.fd) >> 31 or abs(handle.pid) >> 63:
             raise HandleMismatch("the handle is damaged: its pid or descriptor is impossible")
-        if not handle.path and _core.process_start(handle.pid) != handle.start_time:
+        if not handle.path and _start_of(handle.pid) != handle.start_time:
             raise HandleMismatch(
                 f"the queue's writer (pid {handle.pid}) has ended, or runs in another PID "
                 "namespace; there it must be made with shm_dir=",
@@ -560,6 +573,7 @@ class MessageQueue(_End):
         Raises:
             HandleMismatch: the handle leads nowhere, or to another queue, or the rank is taken,
                 or the serializer is another one.
+            OSError: this process can't open it: it has no descriptor left, say.
             ValueError: the queue has no reader of this rank.
         """
         _check_handle(handle)

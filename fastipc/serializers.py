@@ -15,7 +15,7 @@ returns. Without a ``name`` the class's own, with its module, is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from .errors import HandleMismatch
@@ -51,6 +51,8 @@ def _raw(_: Any) -> Coding:
             raise TypeError(
                 f"serializer='raw' sends bytes-like objects, and not {type(obj).__name__}"
             ) from None
+        if view.format == "O":
+            raise TypeError("serializer='raw' sends bytes, and this array has addresses of objects")
         # The bytes of an array in another order are gathered in C order, as bytes() does.
         return [view if view.c_contiguous else view.tobytes()], 1
 
@@ -111,6 +113,16 @@ def serializer_for(
     return given
 
 
+def _is_one(made: Any) -> bool:
+    """Whether it is a buffer, or text, and no list of them: its items may be buffers, too, and are
+    not what was meant."""
+    try:
+        memoryview(made)
+    except (TypeError, ValueError, BufferError):
+        return isinstance(made, str)
+    return True
+
+
 def coding_of(serializer: str | Serializer, message_type: Any = None) -> Coding:
     """What an end of a queue is given to use it; message_type is for "msgpack". Raises TypeError
     for a type that can't be decoded."""
@@ -119,7 +131,13 @@ def coding_of(serializer: str | Serializer, message_type: Any = None) -> Coding:
     dumps, loads = serializer.dumps, serializer.loads
 
     def dump(obj: Any) -> tuple[list[Any], int]:
-        buffers = list(dumps(obj))
+        made = dumps(obj)
+        if type(made) is not list and (not isinstance(made, Iterable) or _is_one(made)):
+            raise TypeError(
+                f"{type(serializer).__name__}.dumps must return a list of bytes-like objects, not "
+                f"{type(made).__name__}"
+            )
+        buffers = list(made)
         if not buffers:
             raise ValueError(f"{type(serializer).__name__}.dumps returned no buffer")
         return buffers, 1

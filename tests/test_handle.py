@@ -172,6 +172,30 @@ def test_a_handle_that_leads_elsewhere(changes, text, writer):
         assert reader.dequeue() == 1
 
 
+def test_a_process_without_descriptors_says_so(writer, run_child):
+    run_child(
+        """
+        import errno, os, resource, sys
+        from fastipc import Handle, MessageQueue
+
+        taken = [os.open("/dev/null", os.O_RDONLY) for _ in range(8)]
+        few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        handle = Handle.from_str(sys.argv[1])
+        MessageQueue.create_from_handle(handle, 0).close()  # all is imported
+        resource.setrlimit(resource.RLIMIT_NOFILE, (8, most))
+        try:
+            MessageQueue.create_from_handle(handle, 2)
+        except OSError as error:
+            assert error.errno == errno.EMFILE, error
+        else:
+            raise AssertionError
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
+        MessageQueue.create_from_handle(handle, 2).close()
+        """,
+        writer.export_handle().to_str(),
+    )
+
+
 def test_fields_of_a_wrong_type_are_refused_when_decoded(writer):
     encoded = msgspec.to_builtins(writer.export_handle())
     for field, value in (("pid", "12"), ("local_reader_ranks", 3), ("path", None), ("fd", 1.5)):

@@ -97,6 +97,8 @@ def test_raw_gathers_what_is_not_in_order_and_refuses_what_has_no_bytes(
         for wrong in ("text", 5, None, ["x"]):
             with pytest.raises(TypeError, match="bytes-like"):
                 writer.enqueue(wrong)
+        with pytest.raises(TypeError, match="addresses"):
+            writer.enqueue(np.array([None, "x"], object))
         # what looks like a pickle is bytes like any other
         writer.enqueue(pickle.dumps(print))
         assert reader.dequeue(30) == pickle.dumps(print)
@@ -120,6 +122,29 @@ def test_an_object_of_the_users(where: dict[str, Any], lengths: list[int]) -> No
                 assert np.array_equal(a, b)
                 assert a.flags.writeable
                 a[:] = 1
+
+
+class AsGiven:
+    name = "as given"
+
+    def dumps(self, obj: Any) -> Any:
+        return obj
+
+    def loads(self, buffers: list[memoryview]) -> list[bytes]:
+        return [bytes(buffer) for buffer in buffers]
+
+
+def test_dumps_that_returns_no_list(where: dict[str, Any]) -> None:
+    with _Pair(where, AsGiven()) as (writer, reader):
+        for wrong in (None, 5, "text", b"ab", bytearray(2), np.arange(3), np.zeros((2, 2))):
+            with pytest.raises(TypeError, match=f"AsGiven.dumps .* not {type(wrong).__name__}"):
+                writer.enqueue(wrong)
+        for wrong in ([5], ["text"], [b"a", None]):
+            with pytest.raises(TypeError, match="bytes-like"):
+                writer.enqueue(wrong)
+        for right in ((b"a", b""), iter([b"a", b""]), [b"a", b""]):
+            writer.enqueue(right)
+            assert reader.dequeue(30) == [b"a", b""]
 
 
 def test_bytes_go_through_the_object_too(where: dict[str, Any]) -> None:
