@@ -177,6 +177,9 @@ class _End:
         slots = _index("slots", slots, 2, 1 << 20)
         inline_bytes = _index("inline_bytes", inline_bytes, 0, 1 << 24)
         evict = on_reader_death == "evict"
+        # While there is a descriptor to look it up with: without it no reader would believe the
+        # handle.
+        start_time = _start_of(os.getpid())
         local = None
         if ranks:
             local = _core.create_writer(
@@ -222,7 +225,7 @@ class _End:
         else:
             assert local is not None
             self._end = local
-        _, pid, start_time, fd, path = self._end.address()
+        _, pid, _, fd, path = self._end.address()
         self._handle = Handle(
             queue_id=queue_id.hex(),
             n_reader=len(self._ranks),

@@ -196,6 +196,36 @@ def test_a_process_without_descriptors_says_so(writer, run_child):
     )
 
 
+def test_the_handle_of_a_queue_that_took_the_last_descriptors_is_right(run_child):
+    run_child(
+        """
+        import errno, os, resource
+        from fastipc import MessageQueue
+
+        MessageQueue(1, 1).close()  # all is imported
+        few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, most))
+        taken = []
+        try:
+            while True:
+                taken.append(os.open("/dev/null", os.O_RDONLY))
+        except OSError:
+            pass
+        while True:
+            try:
+                writer = MessageQueue(1, 1)
+                break
+            except OSError as error:
+                assert error.errno == errno.EMFILE, error
+                os.close(taken.pop())  # so it takes just what it needs
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
+        with writer, MessageQueue.create_from_handle(writer.export_handle(), 0) as reader:
+            writer.enqueue(1)
+            assert reader.dequeue() == 1
+        """
+    )
+
+
 def test_fields_of_a_wrong_type_are_refused_when_decoded(writer):
     encoded = msgspec.to_builtins(writer.export_handle())
     for field, value in (("pid", "12"), ("local_reader_ranks", 3), ("path", None), ("fd", 1.5)):
