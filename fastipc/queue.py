@@ -131,6 +131,13 @@ def _start_of(pid: int) -> int:
     return start
 
 
+def _directory(shm_dir: str | os.PathLike[str]) -> str:
+    path = os.path.abspath(os.fsdecode(shm_dir))
+    if "\0" in path:
+        raise ValueError(f"shm_dir={path!r} can't be the name of a directory")
+    return path
+
+
 def _index(name: str, value: SupportsIndex, low: int, high: int) -> int:
     number = operator.index(value)
     if not low <= number <= high:
@@ -189,7 +196,7 @@ class _End:
                 max_chunks=max_chunks,
                 slots=slots,
                 inline_bytes=inline_bytes,
-                shm_dir=None if shm_dir is None else os.path.abspath(os.fspath(shm_dir)),
+                shm_dir=None if shm_dir is None else _directory(shm_dir),
                 host=host_name(),
                 n_cpus=available_cpus(),
                 spin_us=config.spin_us if spin_us is None else spin_us,

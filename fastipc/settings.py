@@ -68,6 +68,16 @@ def _number(name: str, default: float | None) -> float | None:
     return value
 
 
+def _spin_us() -> float | None:
+    value = _number("FASTIPC_SPIN_US", None)
+    # as the argument spin_us, of which nobody would think here
+    if value is not None and value > 50000:
+        raise ValueError(
+            f"FASTIPC_SPIN_US={value:g} in the environment must be at most 50,000 microseconds"
+        )
+    return value
+
+
 def _start_method() -> str | None:
     method = os.environ.get("FASTIPC_WORKER_MULTIPROC_METHOD", "").strip()
     if method and method not in START_METHODS:
@@ -108,7 +118,7 @@ def settings() -> Settings:
             "number of bytes"
         )
     return Settings(
-        spin_us=_number("FASTIPC_SPIN_US", None),
+        spin_us=_spin_us(),
         warning_interval=warning,
         msgpack_zero_copy_threshold=int(threshold),
         allow_insecure_serialization=os.environ.get("FASTIPC_ALLOW_INSECURE_SERIALIZATION") == "1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import queue
 import threading
 import warnings
@@ -39,6 +40,7 @@ from fastipc import Closed, Empty, Full, HandleMismatch, IPCError, MessageQueue
         ({"spin_us": -1}, "spin_us"),
         ({"spin_us": float("nan")}, "spin_us"),
         ({"on_reader_death": "ignore"}, "on_reader_death"),
+        ({"shm_dir": "/dev/shm\0/elsewhere"}, "shm_dir"),
     ],
 )
 def test_wrong_arguments_are_named(arguments, text):
@@ -54,6 +56,13 @@ def test_wrong_arguments_are_named(arguments, text):
 def test_arguments_of_a_wrong_type(arguments):
     with pytest.raises(TypeError):
         MessageQueue(**{"n_reader": 2, "n_local_reader": 2, **arguments})
+
+
+def test_a_directory_may_be_bytes(tmp_path):
+    with pair(shm_dir=os.fsencode(tmp_path)) as (writer, reader):
+        assert reader.export_handle().path.startswith(str(tmp_path))
+        writer.enqueue(1)
+        assert reader.dequeue() == 1
 
 
 def test_sizes_that_fit_no_address_space():

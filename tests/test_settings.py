@@ -47,6 +47,12 @@ def test_what_is_no_number_is_an_error_that_names_the_variable(name, text, monke
     assert repr(text) in str(caught.value)
 
 
+def test_a_spin_that_is_too_long_is_the_variables_fault(monkeypatch):
+    monkeypatch.setenv("FASTIPC_SPIN_US", "60000")
+    with pytest.raises(ValueError, match="FASTIPC_SPIN_US=60000"):
+        settings()
+
+
 def test_the_size_of_chunks_is_in_mebibytes(monkeypatch):
     for text, value in (("1", 1 << 20), ("0.5", 1 << 19), ("1048576", 1 << 40), ("", None)):
         monkeypatch.setenv("FASTIPC_MQ_MAX_CHUNK_BYTES_MB", text)
