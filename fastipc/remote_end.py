@@ -140,9 +140,13 @@ class RemoteEnd:
 
     # -- how a call begins and waits
 
-    def _check(self, timeout: float | None = None) -> None:
+    def _check_process(self) -> None:
+        # Another thread may have had the lock at the fork: here it stays locked.
         if self._forks != keeper.forks():
             raise IPCError(_FORKED)
+
+    def _check(self, timeout: float | None = None) -> None:
+        self._check_process()
         if timeout is not None and not timeout >= 0:
             raise ValueError(
                 f"timeout must be None or a number of seconds of at least 0, not {timeout!r}"

@@ -683,6 +683,7 @@ class RemoteWriter(RemoteEnd):
         """As Endpoint.stats, and of the remote part: ``remote_messages`` and ``remote_bytes``
         (sent), ``remote_unread`` and ``remote_unread_bytes`` (kept for readers), and
         ``remote_resent``."""
+        self._check_process()
         stats: dict[str, int] = (
             dict.fromkeys(STATS, 0) if self._local is None else dict(self._local.stats())
         )

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -1208,6 +1209,18 @@ def test_a_forked_child_cannot_use_its_parents_ends() -> None:
             assert all("parent" in error for error in in_fork(use))
             ends.writer.enqueue(i)
             assert reader.dequeue(30) == i
+
+
+def test_a_forked_child_does_not_wait_for_what_another_thread_had_at_the_fork() -> None:
+    with Ends(1) as ends, ThreadPoolExecutor(1) as pool:
+        lock = ends.writer._end._lock
+        pool.submit(lock.acquire).result()
+        try:
+            for call in (ends.writer.stats, ends.writer.qsize, lambda: ends.writer.enqueue(1, 0)):
+                with pytest.raises(IPCError, match="parent"):
+                    in_fork(call)
+        finally:
+            pool.submit(lock.release).result()
 
 
 def test_a_forked_child_does_not_keep_its_parents_connections() -> None:
