@@ -107,3 +107,12 @@ def test_nobody_spins_where_peers_outnumber_cpus(run_child):
         """
     )
     assert out.split() == ["0", "0"]
+
+
+@pytest.mark.parametrize("command", ["clean", "demo", "serve"])
+def test_the_commands_say_what_is_nonsense(command, start_child):
+    child = start_child(command=["-m", "fastipc", command], env={"FASTIPC_SPIN_US": "quick"})
+    assert child.wait() == 2
+    assert child.stderr.splitlines() == [
+        "fastipc: FASTIPC_SPIN_US='quick' in the environment must be a number of at least 0"
+    ]
