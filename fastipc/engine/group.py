@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -383,8 +384,6 @@ class EngineGroup:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True) and os.getpid() == self._pid:
-            import warnings
-
             warnings.warn(f"unclosed {self!r}", ResourceWarning, source=self, stacklevel=2)
             self.shutdown(timeout=0.0)
 
