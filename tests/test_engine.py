@@ -225,6 +225,42 @@ def test_a_request_of_another_type_fails_with_its_reason(client):
         list(stream)
 
 
+def test_a_request_of_which_the_engine_cannot_tell_which_it_is_fails_all(client):
+    class Nameless(msgspec.Struct):
+        request_id: str = msgspec.field(name="id")
+
+    good = client.add_request(Request("good", 1 << 40))
+    assert good.get(30).token == 1
+    client._core.request_type, before = Nameless, client._core.request_type
+    try:
+        nameless = client.add_request(Nameless("nameless"))
+    finally:
+        client._core.request_type = before
+    for stream in (good, nameless):
+        with pytest.raises(RequestFailed, match="missing required field `request_id`"):
+            list(stream)
+    assert tokens(client.generate(Request("good", 3))) == [1, 2, 3]
+    eventually(lambda: client.call("state")["live"] == [])
+    assert client.stats()["in_flight"] == 0
+
+
+def test_when_all_are_lost_their_ids_can_be_used_again_at_once(client):
+    """What is on the way of the old ones is not of the new ones."""
+    core = client._core
+    for _ in range(3):
+        old = client.add_request(Request("again", 1 << 40))
+        assert old.get(30).token == 1
+        with client._lock:
+            eventually(lambda: core._pull.get(zmq.EVENTS) & zmq.POLLIN)
+            core._lose_all(core.engines[0], lambda: RequestFailed("lost"))
+            new = OutputStream(client, "again", 100)
+            core.add(Request("again", 3), new, None, True, time.monotonic_ns())
+        with pytest.raises(RequestFailed, match="lost"):
+            list(old)
+        assert tokens(new) == [1, 2, 3]
+    eventually(lambda: not core.undoing)
+
+
 def test_an_output_that_cannot_be_encoded_fails_its_request_alone():
     with EngineClient.launch(OddOutputCore, timeout=60) as client:
         odd = client.add_request(Request("odd", 3))

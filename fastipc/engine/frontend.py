@@ -14,6 +14,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -642,6 +643,10 @@ class FrontEndCore:
         if unreadable:
             self._give_up(engine, unreadable)
         for failure in message.failures:
+            if not failure.request_id:
+                # One that it could not decode, nor tell which it was.
+                self._lose_all(engine, partial(_failure_error, failure, engine))
+                continue
             entry = requests.get(failure.request_id)
             if entry is not None and entry.engine is engine and not entry.stale:
                 self._remove(failure.request_id, entry)
@@ -833,16 +838,29 @@ class FrontEndCore:
         self._connection_lost(engine)
 
     def _connection_lost(self, engine: EngineState) -> None:
+        self._abort_all(engine)
         message = f"the connection to engine {engine.index} was lost and made again meanwhile"
-        self._lose_all(engine, lambda: EngineDeadError(f"{message}: send it again", engine.index))
+        self._fail_engine_with(
+            engine, lambda: EngineDeadError(f"{message}: send it again", engine.index)
+        )
 
     def _lose_all(self, engine: EngineState, error: Callable[[], BaseException]) -> None:
-        """Outputs of the engine are lost, nobody knows of which requests: all fail."""
+        """An output of the engine is lost, or a request to it, and nobody knows which: all requests
+        fail. The connection is as it was."""
+        ids = self._abort_all(engine)
+        self._fail_requests(engine, error)
+        # What the engine says of these ids until it has seen this is of no later request.
+        self.undoing.update(((request_id, engine), 1) for request_id in ids)
+
+    def _abort_all(self, engine: EngineState) -> list[str]:
+        """Have the engine drop all requests. Returns the ids that it is told, if that goes."""
         ids = [i for i, entry in self.requests.items() if entry.engine is engine]
-        with contextlib.suppress(EngineDeadError):
+        try:
             if ids:
                 self._send(engine, ABORT, [msgspec.msgpack.encode(Aborts(ids))])
-        self._fail_engine_with(engine, error)
+        except EngineDeadError:
+            return []
+        return ids
 
     # -- who is there ------------------------------------------------------------------------------
 
@@ -922,6 +940,10 @@ class FrontEndCore:
         self._fail_engine_with(engine, lambda: engine.dead_error("the request is lost"))
 
     def _fail_engine_with(self, engine: EngineState, error: Callable[[], BaseException]) -> None:
+        self._fail_requests(engine, error)
+        self._fail_calls(engine, error)
+
+    def _fail_requests(self, engine: EngineState, error: Callable[[], BaseException]) -> None:
         self.undoing = {at: count for at, count in self.undoing.items() if at[1] is not engine}
         for request_id, entry in list(self.requests.items()):
             if entry.engine is engine:
@@ -929,6 +951,8 @@ class FrontEndCore:
                 if entry.sink is not None:
                     self.counts["failed"] += 1
                     entry.sink.end(error())
+
+    def _fail_calls(self, engine: EngineState, error: Callable[[], BaseException]) -> None:
         for call_id, (of, done) in list(self.calls.items()):
             if of is engine:
                 del self.calls[call_id]

@@ -351,11 +351,8 @@ class Intake(threading.Thread):
             try:
                 self._take(client, kind, frames)
             except (DecodeError, msgspec.MsgspecError, IndexError) as error:
-                # A sender that was interrupted ends its message with an empty frame: see
-                # send_frames. It knows.
-                given_up = len(frames[-1] if frames else kind) == 0
                 logger.log(
-                    logging.DEBUG if given_up else logging.WARNING,
+                    logging.DEBUG if _given_up(frames or [kind]) else logging.WARNING,
                     "engine %d: front end %d sent a message that can't be decoded: %s",
                     self._engine,
                     client,
@@ -370,9 +367,9 @@ class Intake(threading.Thread):
                 message = self._requests.decode(frames)
             except Exception as error:  # of the types' own methods, too
                 request_id = request_id_in(frames[0], self._request_type, 1) if frames else None
-                if request_id is None:
+                if request_id is None and _given_up(frames):
                     raise
-                self._inbox.put(("refuse", client, (request_id, error)))
+                self._inbox.put(("refuse", client, (request_id or "", error)))
                 return
             self._inbox.put(("add", client, (time.monotonic_ns(), message.wave, message.request)))
         elif kind == CREDIT:
@@ -413,3 +410,9 @@ class Intake(threading.Thread):
                 logger.warning("engine %d: bad message of waves: %s", self._engine, error)
                 continue
             self._inbox.put(("wave", 0, wave))
+
+
+def _given_up(frames: list[Any]) -> bool:
+    """A sender that was interrupted ends its message with an empty frame: see send_frames. It
+    knows."""
+    return not frames or len(frames[-1]) == 0

@@ -139,7 +139,8 @@ def request_id_in(encoded: Any, of: Any, item: int | None = None) -> str | None:
 
 
 class Failure(msgspec.Struct, array_like=True):
-    """A request that the engine gave up. `kind` is the name of an exception."""
+    """A request that the engine gave up. `kind` is the name of an exception. `request_id` is "" if
+    it can't tell which it was."""
 
     request_id: str
     kind: str
