@@ -1331,6 +1331,7 @@ def test_a_wait_is_woken_when_the_keeper_finds_a_writer_dead(
         writer = team.start(jobs.echo_writer, options)
         with MessageQueue.create_from_handle(heard(writer), 0) as reader:
             writer.said("ready")
+            reader.wait_until_ready(60)  # to it, the other has been there from now on
             wait_late(monkeypatch, reader, writer.kill)
             with pytest.raises(PeerDied):
                 reader.dequeue(0)
