@@ -308,7 +308,7 @@ class FrontEndCore:
                     if entry.engine.alive:
                         by_engine.setdefault(entry.engine.index, []).append(request_id)
                 for engine, ids in by_engine.items():
-                    self._send(self.engines[engine], ABORT, [msgspec.msgpack.encode(Aborts(ids))])
+                    self._send_abort(self.engines[engine], ids)
         finally:
             self._fail_all(lambda entry: self.closed)  # type: ignore[arg-type,return-value]
             # Aborts still go out, if the engine is there to take them.
@@ -857,7 +857,7 @@ class FrontEndCore:
         ids = [i for i, entry in self.requests.items() if entry.engine is engine]
         try:
             if ids:
-                self._send(engine, ABORT, [msgspec.msgpack.encode(Aborts(ids))])
+                self._send_abort(engine, ids)
         except EngineDeadError:
             return []
         return ids
